@@ -1,0 +1,203 @@
+"""From a dataclass to a command line, and to config.json and back. Standard library only.
+
+A trainer's options are the fields of one dataclass. The comment behind a field is its help text, and a
+comment on a line of its own starts a group, so that the source and `--help` cannot disagree:
+
+    @dataclass(frozen=True)
+    class Config:
+        # optimisation
+        lr: float = 1e-3                              # peak learning rate
+        schedule: Literal["cosine", "linear"] = "cosine"    # how it falls after warm-up
+
+    if __name__ == "__main__":
+        run(main, Config, description=__doc__)        # --lr 3e-4 --schedule linear
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import json
+import os
+import sys
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """Input that the user can mend: a value, a file, a folder. One line: what is wrong, and the remedy.
+
+    Scripts print it as `error: ...` and exit with 2 (see `run`). Any other exception, a ValueError from torch
+    included, is a bug and keeps its traceback; that is why this is a class of its own.
+    """
+
+
+def run(main: Callable[[T], Any], config_class: type[T], description: str | None = None,
+        argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and call `main(config)`; a UserError becomes one line and exit code 2."""
+    config = cli(config_class, argv, description)
+    try:
+        main(config)
+    except UserError as error:
+        _fail(str(error))
+
+
+def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
+    """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
+
+    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). A flag that does
+    not exist is refused with the nearest one that does, and never completed: `--group` is not `--group-size`.
+    A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
+    """
+    parser = _Parser(description=inspect.cleandoc(description or ""), usage="%(prog)s [--flag value ...]",
+                     allow_abbrev=False, formatter_class=_Help)
+    comments = field_comments(config_class)
+    hints = typing.get_type_hints(config_class)
+    groups = {"": parser}
+    for field in dataclasses.fields(config_class):
+        title, text = comments[field.name]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        required = field.default is dataclasses.MISSING
+        groups[title].add_argument(
+            "--" + field.name.replace("_", "-"), help=text.replace("%", "%%"), required=required,
+            default=argparse.SUPPRESS if required else field.default, **_argument(hints[field.name]))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if not name.startswith("-"):
+            _fail(f"unexpected argument {name!r}: every value needs its flag in front (see --help)")
+        near = difflib.get_close_matches(name, parser._option_string_actions, n=1)
+        _fail(f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists them all"))
+    try:
+        return config_class(**vars(values))
+    except ValueError as error:
+        _fail(str(error))
+
+
+def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
+    """(group, help) of every field, read from the comments in the class's source.
+
+    The help is the comment behind the field, and goes on in comment lines that are indented deeper than it.
+    """
+    found = {}
+    for cls in reversed(config_class.__mro__):  # base classes first, as dataclasses orders their fields
+        if "__dataclass_params__" not in cls.__dict__:
+            continue
+        source = textwrap.dedent(inspect.getsource(cls))
+        comments = {token.start[0]: (token.start[1], token.string.lstrip("# "))  # line -> (column, text)
+                    for token in tokenize.generate_tokens(io.StringIO(source).readline)
+                    if token.type == tokenize.COMMENT}
+        group, line = "", 1
+        for node in ast.parse(source).body[0].body:
+            for above in range(line, node.lineno):
+                if above in comments and comments[above][0] == node.col_offset:
+                    group = comments[above][1]
+            line, words = node.end_lineno, []
+            while line in comments and (line == node.end_lineno or comments[line][0] > node.col_offset):
+                words.append(comments[line][1])
+                line += 1
+            if isinstance(node, ast.AnnAssign):
+                found[node.target.id] = (group, " ".join(words))
+    return found
+
+
+def save_config(config: Any, folder: str | Path) -> None:
+    """Write config.json into `folder` (made if absent), whole or not at all."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_text(Path(folder) / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def load_config(config_class: type[T], folder: str | Path) -> T:
+    """The config that `save_config` wrote; a field that the file lacks takes its default.
+
+    UserError for a file that is absent or no JSON, an unknown name, a value of the wrong type.
+    """
+    path = Path(folder) / "config.json"
+    values = read_json(path)
+    hints = typing.get_type_hints(config_class)
+    for name, value in values.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{path}: unknown option {name!r}{hint}")
+        kind, choices, optional = _unpack(hints[name])
+        allowed = (int, float) if kind is float else (kind,)  # JSON may write 1.0 as 1; True is no int here
+        if not (type(value) in allowed and (not choices or value in choices) or optional and value is None):
+            expected = f"one of {', '.join(map(repr, choices))}" if choices else f"of type {kind.__name__}"
+            raise UserError(f"{path}: {name} is {value!r}, but it must be {expected}")
+    return config_class(**values)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError names the file when it is absent, broken or something else."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old text or the new one and never a part."""
+    temporary = Path(f"{path}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else the rename may reach the disk before the text does
+    os.replace(temporary, path)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _fail(message)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+
+def _fail(message: str) -> NoReturn:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _unpack(hint: Any) -> tuple[type, tuple | None, bool]:
+    """`X`, `X | None`, `Literal[...]` -> (type, choices, may be None)."""
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
+        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        return type(choices[0]), choices, optional
+    assert hint in (int, float, str, bool), f"{hint} cannot be an option: use int, float, str, bool, Literal"
+    return hint, None, optional
+
+
+def _argument(hint: Any) -> dict[str, Any]:
+    """The part of `add_argument` that depends on a field's type."""
+    kind, choices, optional = _unpack(hint)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+
+    def convert(text: str) -> Any:
+        return None if optional and text == "none" else kind(text)
+
+    convert.__name__ = kind.__name__  # argparse's message: invalid float value: 'abc'
+    if choices and optional:
+        choices = (*choices, None)
+    return {"type": convert, "choices": choices, "metavar": None if choices else kind.__name__}
