@@ -169,5 +169,5 @@ class SkipCounter:
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
             raise UserError(f"skipped {self.in_a_row} updates in a row (loss {float(loss)}, grad_norm "
-                            f"{float(grad_norm)}); resume an older checkpoint with a lower --lr or --dtype float32")
+                            f"{float(grad_norm)}); resume a checkpoint with a lower --lr or in float32")
         return False
