@@ -54,8 +54,8 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
 def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
     """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
 
-    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). A flag that does
-    not exist is refused with the nearest one that does, and never completed: `--group` is not `--group-size`.
+    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). A flag that
+    does not exist is refused with the nearest that does, and never completed: `--group` is not `--group-size`.
     A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
     """
     parser = _Parser(description=inspect.cleandoc(description or ""), usage="%(prog)s [--flag value ...]",
@@ -94,17 +94,18 @@ def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
         if "__dataclass_params__" not in cls.__dict__:
             continue
         source = textwrap.dedent(inspect.getsource(cls))
-        comments = {token.start[0]: (token.start[1], token.string.lstrip("# "))  # line -> (column, text)
-                    for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token for token in tokenize.generate_tokens(io.StringIO(source).readline)
                     if token.type == tokenize.COMMENT}
+        alone = {line: token.start[1] for line, token in comments.items()  # comment-only lines -> their column
+                 if token.line.lstrip().startswith("#")}
         group, line = "", 1
         for node in ast.parse(source).body[0].body:
             for above in range(line, node.lineno):
-                if above in comments and comments[above][0] == node.col_offset:
-                    group = comments[above][1]
+                if alone.get(above) == node.col_offset:
+                    group = comments[above].string.lstrip("# ")
             line, words = node.end_lineno, []
-            while line in comments and (line == node.end_lineno or comments[line][0] > node.col_offset):
-                words.append(comments[line][1])
+            while line in comments and (line == node.end_lineno or alone.get(line, 0) > node.col_offset):
+                words.append(comments[line].string.lstrip("# "))
                 line += 1
             if isinstance(node, ast.AnnAssign):
                 found[node.target.id] = (group, " ".join(words))
@@ -132,7 +133,8 @@ def load_config(config_class: type[T], folder: str | Path) -> T:
             raise UserError(f"{path}: unknown option {name!r}{hint}")
         kind, choices, optional = _unpack(hints[name])
         allowed = (int, float) if kind is float else (kind,)  # JSON may write 1.0 as 1; True is no int here
-        if not (type(value) in allowed and (not choices or value in choices) or optional and value is None):
+        fits = type(value) in allowed and (not choices or value in choices)
+        if not fits and not (optional and value is None):
             expected = f"one of {', '.join(map(repr, choices))}" if choices else f"of type {kind.__name__}"
             raise UserError(f"{path}: {name} is {value!r}, but it must be {expected}")
     return config_class(**values)
