@@ -54,8 +54,8 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
 def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
     """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
 
-    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). A flag that
-    does not exist is refused with the nearest that does, and never completed: `--group` is not `--group-size`.
+    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). An unknown flag
+    is refused with the nearest one there is, and never completed: `--group` is not `--group-size`.
     A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
     """
     parser = _Parser(description=inspect.cleandoc(description or ""), usage="%(prog)s [--flag value ...]",
@@ -96,7 +96,7 @@ def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
         source = textwrap.dedent(inspect.getsource(cls))
         comments = {token.start[0]: token for token in tokenize.generate_tokens(io.StringIO(source).readline)
                     if token.type == tokenize.COMMENT}
-        alone = {line: token.start[1] for line, token in comments.items()  # comment-only lines -> their column
+        alone = {line: token.start[1] for line, token in comments.items()  # a line of their own -> its column
                  if token.line.lstrip().startswith("#")}
         group, line = "", 1
         for node in ast.parse(source).body[0].body:
