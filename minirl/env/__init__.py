@@ -1,0 +1,37 @@
+"""Environments: the MDP's protocol (base.py), the tasks, and `make_env`, which finds a task by its name."""
+
+from difflib import get_close_matches
+
+from minirl.config import UserError
+from minirl.env.addition import Addition
+from minirl.env.base import Env, Episode, Example, Step
+from minirl.env.calculator import Calculator, CalculatorError, calculate
+from minirl.env.gsm8k import GSM8K
+
+TASKS = ("addition", "calculator", "gsm8k")
+
+__all__ = [
+    "GSM8K",
+    "TASKS",
+    "Addition",
+    "Calculator",
+    "CalculatorError",
+    "Env",
+    "Episode",
+    "Example",
+    "Step",
+    "calculate",
+    "make_env",
+]
+
+
+def make_env(name: str, data: str = "", eval_data: str = "", difficulty: int = 2, seed: int = 0) -> Env:
+    """The task of that name. data, eval_data: files for gsm8k; difficulty: digits of an operand elsewhere."""
+    if name not in TASKS:
+        nearest = get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
+        raise UserError(f'task "{name}" is unknown, did you mean "{nearest}"? Tasks: {", ".join(TASKS)}')
+    if name == "gsm8k":
+        return GSM8K(data, eval_data, seed)
+    if path := data or eval_data:
+        raise UserError(f"task {name} makes its own problems: drop the file {path}, or choose --task gsm8k")
+    return Addition(difficulty, seed) if name == "addition" else Calculator(difficulty, seed)

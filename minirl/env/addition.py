@@ -1,0 +1,52 @@
+"""Integer addition, "37+58=" to "95" in one turn: the smallest environment, and a pattern for others."""
+
+from functools import cached_property
+from itertools import product
+from random import Random
+
+from minirl.config import UserError
+from minirl.env.base import Example, SingleTurn, check_split, counter_random, held_out, sample_problems
+
+
+class Addition:
+    """Sums of two integers of up to `difficulty` digits, a tenth held out; reward 1 for the exact answer."""
+
+    name = "addition"
+    stop = ()  # an answer ends with EOS
+
+    def __init__(self, difficulty: int = 2, seed: int = 0):
+        if difficulty < 1:
+            raise UserError(f"difficulty {difficulty}: addition needs operands of 1 digit or more")
+        self.difficulty, self.seed = difficulty, seed
+        self.max_new_tokens = difficulty + 2  # a sum of difficulty + 1 digits, and EOS
+
+    def make(self, rng: Random) -> Example:
+        return problem(rng.randrange(10**self.difficulty), rng.randrange(10**self.difficulty))
+
+    def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
+        if size := self.size(split):
+            return [self.eval_examples[index % size] for index in range(start, start + count)]
+        return sample_problems(self.make, self.seed, count, start, split, key=unordered)
+
+    def size(self, split: str) -> int | None:
+        check_split(split)
+        return len(self.eval_examples) if split == "eval" and self.difficulty <= 2 else None
+
+    @cached_property
+    def eval_examples(self) -> list[Example]:
+        """Each held-out pair once. From 3 digits on (a million pairs) they are drawn: repeats are rare."""
+        examples = [problem(a, b) for a, b in product(range(10**self.difficulty), repeat=2)]
+        examples = [example for example in examples if held_out(unordered(example))]
+        return counter_random(self.seed, "eval", 0).sample(examples, len(examples))
+
+    def reset(self, example: Example) -> SingleTurn:
+        return SingleTurn(example.prompt, lambda action: float(action.removesuffix("\n") == example.answer))
+
+
+def problem(a: int, b: int) -> Example:
+    return Example(f"{a}+{b}=", str(a + b), (str(a + b),))
+
+
+def unordered(example: Example) -> str:
+    """37+58 and 58+37 are held out together, or training would show most held-out sums the other way."""
+    return "+".join(sorted(example.prompt.removesuffix("=").split("+")))

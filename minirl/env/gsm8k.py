@@ -1,0 +1,76 @@
+"""GSM8K (arXiv:2110.14168): word problems from the public JSONL, one {"question", "answer"} a line."""
+
+import json
+import re
+from pathlib import Path
+
+from minirl.config import UserError
+from minirl.env.base import Example, SingleTurn, check_split, sample_rows
+from minirl.rewards import extract_answer, gsm8k_reward
+
+
+class GSM8K:
+    """Reward 1 for a completion whose final answer has the gold's value, by the rules of minirl/rewards.py.
+
+    data             : JSONL file to train on; its last tenth is held out for "eval" if there is no `eval_data`
+    eval_data        : JSONL file for "eval"; a question that is also in `data` is taken out of training
+    keep_annotations : leave <<48/2=24>> in the solutions
+    """
+
+    name = "gsm8k"
+    stop = ("\nQuestion:",)  # a base model invents the next problem, whose answer is not the one asked for
+    max_new_tokens = 256
+
+    def __init__(self, data: str, eval_data: str = "", seed: int = 0, keep_annotations: bool = False):
+        if not data:
+            raise UserError('gsm8k reads a file: give --data FILE, JSONL rows of {"question", "answer"}')
+        self.seed = seed
+        rows = read_gsm8k(data, keep_annotations)
+        tenth = max(1, len(rows) // 10)
+        self.eval_rows = read_gsm8k(eval_data, keep_annotations) if eval_data else rows[-tenth:]
+        held = {row.prompt for row in self.eval_rows}
+        self.train_rows = [row for row in rows if row.prompt not in held]
+        if not self.train_rows:
+            raise UserError(f"{data} leaves no row to train on: all {len(rows)} are held out; add rows")
+
+    def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
+        check_split(split)
+        if split == "eval":
+            return [self.eval_rows[index % len(self.eval_rows)] for index in range(start, start + count)]
+        return sample_rows(self.train_rows, self.seed, count, start)
+
+    def size(self, split: str) -> int:
+        check_split(split)
+        return len(self.eval_rows if split == "eval" else self.train_rows)
+
+    def reset(self, example: Example) -> SingleTurn:
+        return SingleTurn(example.prompt, lambda action: gsm8k_reward(action, example.answer))
+
+
+def read_gsm8k(path: str, keep_annotations: bool = False) -> list[Example]:
+    """Every row of a GSM8K file as an Example; a row that cannot be used is a UserError with FILE:LINE."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a GSM8K JSONL file") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [parse_row(line, f"{path}:{number}", keep_annotations) for number, line in numbered]
+    if not rows:
+        raise UserError(f'{path} is empty: it needs one {{"question", "answer"}} a line')
+    return rows
+
+
+def parse_row(line: bytes, place: str, keep_annotations: bool) -> Example:
+    """One line of the file; `place` is FILE:LINE for the error text."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON ({error})") from None
+    for key in ("question", "answer"):
+        if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            raise UserError(f'{place}: no text under "{key}"; a row is {{"question": "", "answer": "#### 72"}}')
+    gold = extract_answer(row["answer"])
+    if gold is None or "####" not in row["answer"]:
+        raise UserError(f'{place}: the answer ends "{row["answer"][-30:]}", not in "#### NUMBER"')
+    solution = row["answer"] if keep_annotations else re.sub(r"<<[^<>\n]*>>", "", row["answer"])
+    return Example(f"Question: {row['question']}\nAnswer:", gold, (" " + solution,))
