@@ -28,7 +28,7 @@ from torch import Tensor
 from minirl.config import UserError
 
 NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?\$?"  # a sign, unless it stands behind an operand
+    r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"  # a sign, unless it stands behind an operand: -5, -$5, $-5, but 7-5
     r"(?:(?<!\w)(?<![0-9]\.)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.50, 1234, 2.5
     r"|(?<![\w.])\.[0-9]+)"  # .5, but not the end of "1.2.5" or "...5"
     r"(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?"  # 1e3, 1/2
@@ -62,7 +62,7 @@ def extract_answer(text: str) -> str | None:
         numbers = [number for part in marked for number in NUMBER.findall(part)]
     else:
         numbers = NUMBER.findall(text)[-1:]
-    values = {parse_number(number) for number in numbers}
+    values = {parse_number(number) for number in set(numbers)}
     return numbers[-1] if len(values) == 1 and None not in values else None
 
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from random import Random
 
 from minirl.config import UserError
-from minirl.env.base import Example, Step, sample_problems
+from minirl.env.base import Example, Step, check_split, sample_problems
 from minirl.rewards import numbers_equal
 
 MAX_TEXT = 200  # characters of an expression
@@ -119,7 +119,7 @@ def observe(expression: str) -> str:
 
 @dataclass
 class CalculatorEpisode:
-    """An action with a call is answered by its result; one without, or the last one allowed, is the answer."""
+    """An action with a call gets its result; one without, or the last one allowed, is taken as the answer."""
 
     prompt: str
     answer: str
@@ -135,7 +135,7 @@ class CalculatorEpisode:
 
 
 class Calculator:
-    """Three numbers of `difficulty` digits, two operators, at least one of them "*"; reward 1 for the value."""
+    """Three numbers of `difficulty` digits, two operators, one or both "*"; reward 1 for the value."""
 
     name = "calculator"
     stop = (CLOSE,)
@@ -161,6 +161,7 @@ class Calculator:
         return sample_problems(self.make, self.seed, count, start, split)
 
     def size(self, split: str) -> None:
+        check_split(split)
         return None
 
     def reset(self, example: Example) -> CalculatorEpisode:

@@ -12,7 +12,7 @@ from minirl.rewards import extract_answer, gsm8k_reward
 class GSM8K:
     """Reward 1 for a completion whose final answer has the gold's value, by the rules of minirl/rewards.py.
 
-    data             : JSONL file to train on; its last tenth is held out for "eval" if there is no `eval_data`
+    data             : JSONL file to train on; its last tenth is held out for "eval" without `eval_data`
     eval_data        : JSONL file for "eval"; a question that is also in `data` is taken out of training
     keep_annotations : leave <<48/2=24>> in the solutions
     """
@@ -64,11 +64,13 @@ def parse_row(line: bytes, place: str, keep_annotations: bool) -> Example:
     """One line of the file; `place` is FILE:LINE for the error text."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON ({error})") from None
+    except (ValueError, RecursionError):  # ValueError: bad JSON or bad UTF-8
+        raise UserError(f"{place}: not JSON; mend the line or remove it") from None
     for key in ("question", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(key), str):
-            raise UserError(f'{place}: no text under "{key}"; a row is {{"question": "", "answer": "#### 72"}}')
+        if not (isinstance(row, dict) and isinstance(row.get(key), str) and row[key].strip()):
+            raise UserError(
+                f'{place}: no text under "{key}"; rows are {{"question": "...", "answer": "..."}}'
+            )
     gold = extract_answer(row["answer"])
     if gold is None or "####" not in row["answer"]:
         raise UserError(f'{place}: the answer ends "{row["answer"][-30:]}", not in "#### NUMBER"')
