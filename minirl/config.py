@@ -58,7 +58,7 @@ def cli(config_class: type[T], argv: Sequence[str] | None = None, description: s
     is refused with the nearest one there is, and never completed: `--group` is not `--group-size`.
     A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
     """
-    parser = _Parser(description=inspect.cleandoc(description or ""), usage="%(prog)s [--flag value ...]",
+    parser = _Parser(description=(description or "").strip(), usage="%(prog)s [--flag value ...]",
                      allow_abbrev=False, formatter_class=_Help)
     comments = field_comments(config_class)
     hints = typing.get_type_hints(config_class)

@@ -1,0 +1,345 @@
+"""Models on disk in Hugging Face's layout, and the training state beside them.
+
+    run/step_200/                   opens unchanged in transformers and vLLM
+        config.json  generation_config.json  model.safetensors  tokenizer files
+        training/                   what a resumed run needs besides; a folder down, since vLLM reads every
+            state.safetensors       safetensors file at the top as weights
+            state.json              written last, with the size of every other file: present means complete
+
+A save goes to `step_200.tmp`, is synced to the disk and then renamed, so that a kill or a full disk costs the
+new checkpoint and never the last one. No pickle: opening a file never runs code.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from minirl.config import UserError, read_json, write_text
+from minirl.model import ModelConfig, Transformer
+from minirl.tokenizer import Tokenizer
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ROPE_TYPES = ["default"]
+
+
+# ---- a model folder ----
+
+def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files; each file whole or not at all.
+
+    The model may be wrapped by DistributedDataParallel or torch.compile: the names written are plain.
+    """
+    folder, plain = Path(folder), _unwrap(model)
+    config, dtype = plain.config, plain.embed_tokens.weight.dtype
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if tokenizer is not None:
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "
+                            f"{config.vocab_size}")
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id,
+               "pad_token_id": tokenizer.pad_id}
+    described = hf_config(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {_hf_name(name.replace("_orig_mod.", "")): tensor  # compiled layer by layer
+               for name, tensor in plain.state_dict().items()}
+    _save_tensors(weights, folder / "model.safetensors")
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
+
+
+def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
+               device: str | torch.device = "cpu") -> Transformer:
+    """Open a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3 model. dtype None keeps the file's.
+
+    Tensors go one at a time from the file to their place: the peak memory is one copy of the model.
+    Every name is accounted for: a UserError lists what is missing, unexpected, or of another shape.
+    """
+    folder = Path(folder)
+    config = read_model_config(folder)
+    with torch.device("meta"):
+        model = Transformer(config)  # shapes without memory
+    wanted = {_hf_name(name): name for name, _ in model.named_parameters()}
+    shapes = {_hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found, files = {}, _weight_files(folder)
+    for path, names in files.items():
+        with _open(path) as file:
+            for name in _checked_names(file, path, names):
+                found[name] = tuple(file.get_slice(name).get_shape())
+    head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    _check_shapes(shapes, found, folder)
+
+    state = {}
+    for path in files:
+        with _open(path) as file:
+            for name in wanted.keys() & file.keys():
+                state[wanted[name]] = file.get_tensor(name).to(device, dtype, copy=True)
+            if head is not None and "lm_head.weight" in file.keys():
+                head = file.get_tensor("lm_head.weight").to(device, dtype)
+    if head is not None and not torch.equal(head, state["embed_tokens.weight"]):
+        warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
+                      "differs; it is ignored", stacklevel=2)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def read_model_config(folder: str | Path) -> ModelConfig:
+    """The shape of a model from Hugging Face's config.json, in the layout of transformers 4 or 5.
+
+    UserError names what minirl does not compute: another architecture, a sliding window, a scaled RoPE.
+    """
+    if not Path(folder).is_dir():
+        raise UserError(f"model folder {folder} does not exist")
+    path = Path(folder) / "config.json"
+    hf = read_json(path)
+    kind = hf.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise UserError(f"{path}: model type {kind!r} is not supported: supported are {[*ARCHITECTURES]}")
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "max_position_embeddings"]
+    if absent := [name for name in sizes if not isinstance(hf.get(name), int)]:
+        raise UserError(f"{path} gives no number for {', '.join(absent)}")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{path}: hidden_act {hf['hidden_act']!r} is not supported: supported is 'silu'")
+    window = hf.get("sliding_window") if kind == "mistral" or hf.get("use_sliding_window") else None
+    if window and window < hf["max_position_embeddings"]:
+        raise UserError(f"{path}: sliding_window {window} is not supported: attention here sees all "
+                        f"{hf['max_position_embeddings']} positions")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5, 4
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UserError(f"{path}: rope type {rope_type!r} is not supported: supported are {ROPE_TYPES}")
+    bias = kind in ("llama", "qwen3") and hf.get("attention_bias", False)
+    try:
+        return ModelConfig(
+            **{name: hf[name] for name in sizes},
+            num_key_value_heads=hf.get("num_key_value_heads") or 0,
+            head_dim=hf.get("head_dim") or 0,
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+            qkv_bias=bias or kind == "qwen2", output_bias=bias, qk_norm=kind == "qwen3",
+            mlp_bias=kind == "llama" and hf.get("mlp_bias", False))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model: that of the Hugging Face architecture which computes the same."""
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+    if (kind != "qwen2" and config.qkv_bias != config.output_bias) or (kind != "llama" and config.mlp_bias):
+        options = {name: getattr(config, name) for name in ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")}
+        raise UserError(f"no Hugging Face architecture combines {options}")
+    fields = asdict(config)
+    for name in ("qkv_bias", "output_bias", "qk_norm"):
+        del fields[name]
+    return {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", **fields,
+            "attention_bias": config.qkv_bias,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # transformers 5
+
+
+def check_same_model(saved: ModelConfig, config: ModelConfig) -> None:
+    """UserError if a run is resumed with another model, naming the fields that differ."""
+    ours, theirs = asdict(config), asdict(saved)
+    differ = [f"{name} {theirs[name]} (now {ours[name]})" for name in ours if ours[name] != theirs[name]]
+    if differ:
+        raise UserError(f"the checkpoint holds another model: {', '.join(differ)}; resume with that, or "
+                        "start in a new folder")
+
+
+# ---- the training state ----
+
+def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer: Tokenizer | None,
+                    tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
+    """Write run_dir/step_N, then delete all but the newest `keep` checkpoints and step_0. One rank calls it.
+
+    tensors : what else is made of tensors (optimizer, random state); names are free
+    state   : what else there is (data position, counters), as plain JSON values
+    returns : the folder; at every moment of a save, a repeated one included, some complete checkpoint exists
+    """
+    if keep < 1:
+        raise UserError(f"keep {keep}: a run must keep at least 1 checkpoint")
+    run = Path(run_dir)
+    final, temporary, old = (run / f"step_{step}{suffix}" for suffix in ("", ".tmp", ".old"))
+    for orphan in run.glob("step_*.tmp"):  # of a run that was killed
+        shutil.rmtree(orphan)
+    try:
+        save_model(model, temporary, tokenizer)
+        (temporary / "training").mkdir()
+        _save_tensors(tensors, temporary / "training/state.safetensors")
+        sizes = {str(path.relative_to(temporary)): path.stat().st_size
+                 for path in sorted(temporary.rglob("*")) if path.is_file()}
+        content = {"step": step, "state": state, "files": sizes}
+        write_text(temporary / "training/state.json", json.dumps(content, indent=2) + "\n")
+        for path in [*temporary.rglob("*"), temporary]:
+            _sync(path)  # a rename that reaches the disk before the data leaves an empty checkpoint
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
+    if final.exists():  # a folder cannot be renamed onto another: until the new one is there, `old` counts
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    temporary.rename(final)
+    _sync(run)
+    _prune(run, step, keep)
+    return final
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None; an incomplete one is ignored with a warning."""
+    for _, _, folder in sorted(_checkpoints(Path(run_dir)), reverse=True):
+        if flaw := _flaw(folder):
+            warnings.warn(f"ignoring checkpoint {folder}: {flaw}", stacklevel=2)
+        else:
+            return folder
+    return None
+
+
+def load_checkpoint(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and state that `save_checkpoint` was given; `load_model` opens the weights."""
+    if flaw := _flaw(Path(folder)):
+        raise UserError(f"{folder} is no complete checkpoint: {flaw}")
+    training = Path(folder) / "training"
+    return load_file(training / "state.safetensors"), read_json(training / "state.json")["state"]
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """The state of torch's random generators (uint8), to be saved among a checkpoint's tensors."""
+    state = {"rng.cpu": torch.get_rng_state()}
+    return state | ({"rng.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """Continue the random numbers where `rng_tensors` left them."""
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+# ---- the pieces ----
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None):
+        model = inner
+    return model
+
+
+def _hf_name(name: str) -> str:
+    return name if name == "lm_head.weight" else "model." + name
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors refuses two names for one memory, and transposed views: those are copied first."""
+    unique, seen = {}, set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        unique[name] = (tensor.detach().clone() if address in seen else tensor.detach()).contiguous()
+        seen.add(address)
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(unique, temporary, metadata={"format": "pt"})
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is truncated, or no safetensors file: {error}") from None
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files of a model and the names that the index promises for each (None: a single file, no index)."""
+    if (folder / "model.safetensors").is_file():
+        return {folder / "model.safetensors": None}
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        raise UserError(f"{folder} holds no weights: neither model.safetensors nor {index.name} (pickled "
+                        ".bin and .pt files can run code and are never opened)")
+    files = {}
+    for name, shard in read_json(index).get("weight_map", {}).items():
+        if Path(shard).name != shard:  # `../` would read a file from elsewhere
+            raise UserError(f"{index}: shard {shard!r} is not a plain file name in the same folder")
+        files.setdefault(folder / shard, set()).add(name)
+    return files
+
+
+def _checked_names(file: safe_open, path: Path, promised: set[str] | None) -> Iterable[str]:
+    """The names of the weights in a file; a UserError if they are not those that the index promises."""
+    names = set(file.keys())
+    if promised is not None and names != promised:
+        raise UserError(f"{path} does not agree with the index: without {_list(promised - names)}, "
+                        f"and beyond it {_list(names - promised)}")
+    return [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # a constant in older files
+
+
+def _check_shapes(wanted: dict[str, tuple], found: dict[str, tuple], folder: Path) -> None:
+    problems = {
+        "missing": [f"{name} {wanted[name]}" for name in wanted.keys() - found.keys()],
+        "unexpected": [f"{name} {found[name]}" for name in found.keys() - wanted.keys()],
+        "of another shape": [f"{name} {found[name]} instead of {wanted[name]}"
+                             for name in wanted.keys() & found.keys() if wanted[name] != found[name]]}
+    if any(problems.values()):
+        raise UserError(f"the tensors in {folder} do not fit its config.json: " +
+                        "; ".join(f"{what}: {_list(names)}" for what, names in problems.items() if names))
+
+
+def _list(names: Iterable[str], limit: int = 10) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + more
+
+
+def _checkpoints(run: Path) -> list[tuple[int, bool, Path]]:
+    """(step, is not an `.old` that is being replaced, folder), in no order."""
+    matches = [(re.fullmatch(r"step_(\d+)(\.old)?", path.name), path) for path in run.glob("step_*")]
+    return [(int(match[1]), match[2] is None, path) for match, path in matches if match]
+
+
+def _flaw(folder: Path) -> str:
+    """Why a checkpoint is not complete; empty if it is."""
+    try:
+        sizes = read_json(folder / "training/state.json")["files"]
+    except UserError as error:
+        return str(error)
+    for name, size in sizes.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (folder / name).stat().st_size != size:
+            return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
+    return ""
+
+
+def _prune(run: Path, step: int, keep: int) -> None:
+    """Steps beyond `step` stay: they are of a run that this one branched off."""
+    folders = _checkpoints(run)
+    steps = sorted((number for number, plain, _ in folders if plain and number <= step), reverse=True)
+    for number, plain, folder in folders:
+        if not plain or (number in steps[keep:] and number != 0):
+            doomed = folder.with_name(folder.name + ".tmp")  # half deleted must not look like a checkpoint
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
