@@ -98,7 +98,7 @@ def test_console_lines_have_fixed_columns_whatever_is_logged(tmp_path, capsys):
     columns = ["reward_mean", "lr", "skipped_steps", "eval/accuracy", "my_own_number_with_a_long_name"]
     logger = MetricsLogger(tmp_path, columns, total_steps=120)
     logger.log(0, {"eval/accuracy": 0.25})
-    logger.log(7, {"reward_mean": 0.5, "lr": 3e-4, "skipped_steps": 2.0, "my_own_number_with_a_long_name": 2.5,
+    logger.log(7, {"reward_mean": 0.5, "lr": 3e-4, "skipped_steps": 2.0, columns[-1]: 2.5,
                    "time/tokens_per_second": torch.tensor(12345.6)})
     header, first, second = capsys.readouterr().out.splitlines()
     assert len(header) == len(first) == len(second)
@@ -144,8 +144,9 @@ def test_one_hint_for_each_unhealthy_region_and_none_for_a_healthy_run(change, m
 
 
 def test_a_hint_says_value_and_remedy_in_one_line():
-    assert hints({"approx_kl": 0.034}) == [
-        "hint: approx_kl 0.034: above 0.02 the old samples no longer describe the policy. Lower --lr or --epochs."]
+    [hint] = hints({"approx_kl": 0.034})
+    assert hint == ("hint: approx_kl 0.034: above 0.02 the old samples no longer describe the policy. "
+                    "Lower --lr or --epochs.")
     assert hints({}) == hints({"clip_frac": 0.05}) == []        # what a trainer does not log is not judged
 
 
