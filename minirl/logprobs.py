@@ -1,0 +1,48 @@
+"""Log-probs of the tokens of a batch. The shift by one lives here and nowhere else.
+
+A model that has read tokens[:, : s + 1] predicts tokens[:, s + 1]. `tokens` is (B, T); every other per-token
+tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the prediction of tokens[:, s + 1].
+
+    tokens       <q>  2   +   2   =   4  <eos>        (B, T)
+    logprobs          .   .   .   .   .    .          (B, S)   of 2, +, 2, =, 4, <eos>
+    action_mask       0   0   0   0   1    1          (B, S)   what the policy wrote itself
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels import linear_logprob
+from minirl.model import Transformer
+
+
+class Output(NamedTuple):
+    logprobs: Tensor  # (B, S) nats, of the token that follows
+    entropy: Tensor  # (B, S) nats, of the distribution it was drawn from
+
+
+def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
+                   documents: Tensor | None = None, entropy: bool = False) -> Tensor | Output:
+    """Log-prob of each token after the first, given those before it. Gradient flows to the model.
+
+    tokens      : (B, T) int64, padded on the right; the columns of padding hold numbers without a meaning
+    temperature : the one the tokens were sampled at, for policy, old policy and reference alike: with another
+                  one the ratio on fresh samples is not 1, and the gradient is biased
+    documents   : (B, T) int64, for packed rows: a token sees only its own document, and positions count from
+                  0 in each. A document's first token is predicted from the end of the one before, which means
+                  nothing: `shift_mask` leaves it out
+    returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
+    """
+    hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
+    result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy)
+    return Output(*result) if entropy else result
+
+
+def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:
+    """(B, T) bool, True on the tokens to train on -> (B, S) bool, True on the predictions of those tokens.
+
+    The first token of a row has no prediction. Nor has that of a document in a packed row, documents (B, T):
+    documents of 3 and 4 tokens have 2 + 3 targets; a sixth would teach the model to begin a random document.
+    """
+    mask = token_mask[:, 1:]
+    return mask if documents is None else mask & (documents[:, 1:] == documents[:, :-1])
