@@ -232,8 +232,8 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
 # ---- the pieces ----
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    while inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None):
-        model = inner
+    for wrapped in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
+        model = getattr(model, wrapped, model)
     return model
 
 
