@@ -11,13 +11,12 @@ is printed from it (`python -m minirl.metrics > docs/metrics.md`). HINTS are its
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minirl.config import UserError
+from minirl.config import UserError, write_text
 
 
 class Metric(NamedTuple):
@@ -224,13 +223,7 @@ class MetricsLogger:
         rows = read_metrics(self.path) if self.resume_step and self.path.exists() else []
         rows = [row for row in rows if row["step"] <= self.resume_step]
         self.history.extend(rows)              # a resumed run gives the hints that an unbroken one would
-        # Written beside and renamed: a kill in the middle leaves the old file, not half of it.
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json_line(row) for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        write_text(self.path, "".join(json_line(row) for row in rows))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends {"step": step, **metrics} to the file and prints it; `step` counts completed steps.
