@@ -13,6 +13,7 @@ padded on the right, and a causal model cannot look there: the padded tail needs
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,30 +69,32 @@ class KVCache:
                        for _ in range(config.num_hidden_layers)]  # (B, K, slots, E)
 
     def select(self, rows: Tensor, slots: int) -> KVCache:
-        """A copy of some rows, in any order and with repeats (the G samples of a prompt share one prefill).
+        """A copy of some rows (R,), in any order and with repeats, that holds the first `slots` slots of each."""
+        return self._map(lambda x, dim: _resized(x.index_select(0, rows), dim, slots))
 
-        rows: (R,) int64; slots: how many slots the copy holds (only the common part is copied).
-        """
-        copy = KVCache.__new__(KVCache)
-        copy.keys = [_resized(k.index_select(0, rows), 3, slots) for k in self.keys]
-        copy.values = [_resized(v.index_select(0, rows), 2, slots) for v in self.values]
-        return copy
+    def join(self, other: KVCache) -> KVCache:
+        """The rows of both, in a new cache."""
+        return self._map(lambda x, dim, y: torch.cat((x, _resized(y, dim, x.shape[dim]))), other)
 
     def put(self, rows: Tensor, other: KVCache) -> None:
-        """Write the rows of `other` into the rows (R,) of this cache, over whatever was there."""
-        for mine, theirs in zip(self.keys, other.keys, strict=True):
-            mine[rows, :, :, : theirs.shape[3]] = theirs[..., : mine.shape[3]]
-        for mine, theirs in zip(self.values, other.values, strict=True):
-            mine[rows, :, : theirs.shape[2]] = theirs[:, :, : mine.shape[2]]
+        """Write the rows of `other` over the rows (R,) of this cache."""
+        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            mine[rows] = theirs
+
+    def _map(self, function: Callable[..., Tensor], *others: KVCache) -> KVCache:
+        """A new cache, from function(x, the axis of its slots, ...) of every tensor x."""
+        new = KVCache.__new__(KVCache)
+        new.keys = [function(x, 3, *rest) for x, *rest in zip(self.keys, *(o.keys for o in others), strict=True)]
+        new.values = [function(x, 2, *rest) for x, *rest in zip(self.values, *(o.values for o in others), strict=True)]
+        return new
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """Cut or extend (with zeros) one axis."""
     have = x.shape[dim]
     if size <= have:
-        return x.narrow(dim, 0, size).contiguous()
-    pad = list(x.shape)
-    pad[dim] = size - have
-    return torch.cat((x, x.new_zeros(pad)), dim)
+        return x.narrow(dim, 0, size)
+    return torch.cat((x, x.new_zeros(*x.shape[:dim], size - have, *x.shape[dim + 1 :])), dim)
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,73 @@
+"""The loop between a policy and an environment: who writes what on a row's tape.
+
+    prompt            forced      "12*34-56="
+    action 1          chosen      "<calc>12*34-56</calc>"
+    observation 1     forced      "352"
+    action 2          chosen      "352" EOS
+
+`collect` lets a policy act; `demonstrate` lays an expert's actions on the same tape. What SFT trains on and what RL
+samples are therefore built by the same steps, and agree token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from minirl.config import UserError
+from minirl.env.base import Env, Example, Step
+from minirl.generate import generate
+from minirl.model import Transformer
+from minirl.rollout import Rollout, Tapes
+from minirl.tokenizer import Tokenizer
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A prompt as the model sees it: BOS where the tokenizer has one, then the text."""
+    return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+
+
+def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Sequence[Example], group_size: int = 1,
+            first_prompt: int = 0, **sampling) -> Rollout:
+    """The policy plays `group_size` episodes of every example.
+
+    first_prompt : number of the first example over the whole run; sample ids count from first_prompt * group_size
+    sampling     : passed to `generate` (max_new_tokens, temperature, seed, ...)
+    returns      : a Rollout with rewards (the sum of an episode's rewards), texts and turns
+    """
+    prompts = [prompt_tokens(tokenizer, example.prompt) for example in examples]
+    episodes = [env.reset(example) for example in examples for _ in range(group_size)]
+    turns: list[list[Step]] = [[] for _ in episodes]
+
+    def respond(row: int, action: list[int]) -> list[int]:
+        step = episodes[row].step(tokenizer.decode(action, continued=True))
+        turns[row].append(step)
+        return [] if step.done else tokenizer.encode(step.observation, continued=True)
+
+    rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
+                       stop=env.stop, respond=respond, **sampling)
+    starts = [len(prompt) for prompt in prompts for _ in range(group_size)]
+    texts = [tokenizer.decode(row[start:length], continued=True) for row, start, length
+             in zip(rollout.tokens.tolist(), starts, rollout.lengths.tolist(), strict=True)]
+    rewards = torch.tensor([sum(step.reward for step in row) for row in turns], dtype=torch.float32)
+    return rollout.replace(rewards=rewards, texts=texts, turns=turns)
+
+
+def demonstrate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example], first: int = 0) -> Rollout:
+    """The expert's actions (`example.solution`), played through the same episodes and laid on the same tape.
+
+    returns a Rollout without log-probs to learn from by SFT: action_mask covers the actions and the final EOS.
+    """
+    tapes = Tapes([prompt_tokens(tokenizer, example.prompt) for example in examples], 64, tokenizer.pad_id)
+    for row, example in enumerate(examples):
+        if not example.solution:
+            raise UserError(f"task {env.name} has no solution to imitate for {example.prompt!r}")
+        episode = env.reset(example)
+        for action in example.solution:
+            step = episode.step(action)
+            tapes.extend(row, tokenizer.encode(action, continued=True), chosen=True)
+            if not step.done:
+                tapes.extend(row, tokenizer.encode(step.observation, continued=True), chosen=False)
+        tapes.extend(row, [tokenizer.eos_id], chosen=True)
+    return tapes.rollout(first, 1).replace(old_logprobs=None, finished=None)

@@ -1,0 +1,287 @@
+"""The sampler: many rows decoded together, each a tape on which tokens are forced (prompt, tool output) or sampled.
+
+    rollout = generate(policy, prompts, tokenizer, group_size=8, max_new_tokens=64, seed=1)
+
+One invariant carries the whole file: **the cache has seen every token of a row but its last.** A decode step feeds
+that last token and samples the next. Whatever is forced (a prompt, what a tool returned) is fed in one go up to its
+last token, and the row is in step again. The head is therefore never run on a token that was forced, the G samples of
+a prompt share one pass over it, finished rows leave, and waiting rows take their place.
+
+Randomness belongs to a sample and not to a batch: token number p of sample i is drawn with one uniform number, a hash
+of (seed, i, p). Batch size, order, neighbours and ranks cannot change what is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minirl.config import UserError
+from minirl.model import KVCache, Transformer
+from minirl.rollout import Rollout, Tapes
+from minirl.tokenizer import Tokenizer
+
+# ------------------------------------------------------------------ one token
+
+
+def uniform(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """One uniform number in [0, 1) for each (sample, position): 53 random bits from a counter-based generator.
+
+    sample_ids, positions : (B,) int64
+    returns               : (B,) float64
+
+    Two rounds of the splitmix64 finaliser (Steele et al. 2014) over the three counters; int64 arithmetic wraps.
+    """
+    key = _mix(torch.full_like(sample_ids, seed) + _GOLDEN) + sample_ids
+    bits = _mix(_mix(key + _GOLDEN) + positions)
+    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the odd constants of splitmix64, as signed 64-bit integers
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    return (x >> n) & ((1 << (64 - n)) - 1)  # torch shifts in copies of the sign; a generator needs zeros
+
+
+BLOCK = 32  # tokens a block in `inverse_cdf`: about the square root of a small vocabulary
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The token whose slice of the cumulative distribution contains u. Never one of probability 0.
+
+    probs: (B, V) >= 0, need not sum to 1 exactly; u: (B,) float64 in [0, 1); returns (B,) int64.
+
+    Summed in float64: a float32 sum over 150,000 words moves the edges enough to flip 7 % of the draws between
+    layouts. Blocks are summed first and only the block that contains u is walked, which reads V numbers once
+    instead of writing V partial sums.
+    """
+    B, V = probs.shape
+    blocks = torch.nn.functional.pad(probs, (0, -V % BLOCK)).view(B, -1, BLOCK)
+    totals = blocks.sum(-1, dtype=torch.float64)  # (B, blocks)
+    block, rest = _search(totals, u * totals.sum(-1))
+    inner = blocks[torch.arange(B, device=probs.device), block].double()  # (B, BLOCK)
+    return block * BLOCK + _search(inner, rest)[0]
+
+
+def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """First index whose cumulative weight exceeds target (B,), and how far target lies into it."""
+    edges = weights.cumsum(-1)
+    # A rounded target may reach the last edge, where only slots of weight 0 follow: stay strictly below it.
+    target = torch.minimum(target, edges[:, -1] * (1 - 2.0**-52))[:, None]
+    index = torch.searchsorted(edges, target, right=True)
+    before = edges.gather(1, index) - weights.gather(1, index)
+    return index[:, 0], (target - before).clamp_min_(0)[:, 0]
+
+
+def sample(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0,
+           top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Draw one token a row, and its log-probability **under the distribution that was sampled**.
+
+    logits  : (B, V); u: (B,) float64 in [0, 1)
+    returns : tokens (B,) int64, logprobs (B,) nats, float32 or wider
+
+    Temperature 0 is greedy: the distribution is a point, the log-probability 0. top_k and top_p (arXiv:1904.09751)
+    are for evaluation and chat: training cannot express them, see `token_logprobs`.
+    """
+    if temperature == 0:
+        return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+    if top_k or top_p < 1:
+        logprobs = _restrict(logprobs, top_k, top_p).log_softmax(-1)
+    tokens = inverse_cdf(logprobs.exp(), u)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _restrict(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
+    """-inf outside the top_k most likely tokens, and outside the smallest set of mass top_p. (B, V) -> (B, V)."""
+    ranked, order = logprobs.sort(-1, descending=True)
+    probs = ranked.exp()
+    drop = probs.cumsum(-1) - probs >= top_p  # mass before the token; the first one always stays
+    if top_k:
+        drop[:, top_k:] = True
+    return logprobs.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -math.inf)
+
+
+# ------------------------------------------------------------------ many rows
+
+Respond = Callable[[int, list[int]], list[int]]  # (row, tokens of the action, no EOS) -> tokens to force; []: the end
+
+
+@torch.no_grad()
+def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, group_size: int = 1,
+             max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+             first_id: int = 0, stop: Sequence[str] = (), respond: Respond | None = None,
+             max_rows: int = 4096) -> Rollout:
+    """Sample `group_size` rows for each prompt.
+
+    prompts        : token ids, at least one each
+    max_new_tokens : how many tokens a row may sample in all its turns; forced tokens do not count
+    first_id       : sample id of the first row; row number r is sample first_id + r
+    stop           : strings that end an action as EOS does; the token that completes one is kept whole
+    respond        : what follows an action (a tool's output); default: nothing, one action a row
+    max_rows       : rows decoded at once; more wait their turn
+    returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
+                     cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
+    """
+    context, device = policy.config.max_position_embeddings, policy.head_weight.device
+    check_prompts(prompts, context, max_new_tokens)
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    wide = torch.float64 if policy.head_weight.dtype == torch.float64 else torch.float32
+    tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
+    starts = [len(prompt) for prompt in prompts]  # where the current action of each row begins
+    budget = torch.full((len(prompts),), max_new_tokens, device=device)
+    stops = StopStrings(stop, tokenizer, device)
+
+    def end_action(row: int, token: int) -> bool:
+        """Something may have ended with this token. True: the row goes on, perhaps after forced tokens."""
+        length = int(tapes.lengths[row])
+        full = int(budget[row]) == 0 or length == context
+        is_eos = token == tokenizer.eos_id
+        action = tapes.last(row, length - starts[row])
+        ended = is_eos or stops.hit(action)
+        if not ended and not full:
+            return True
+        forced = respond(row, action[:-1] if is_eos else action) if respond else []
+        tapes.finished[row] = ended and not forced
+        if not forced or full or length + len(forced) >= context:
+            return False
+        tapes.extend(row, forced, chosen=False)
+        starts[row] = length + len(forced)
+        return True
+
+    was_training = policy.training
+    policy.eval()
+    batch, waiting = Batch(policy, tapes, max_new_tokens), list(range(len(prompts)))
+    while waiting or len(batch.rows):
+        room = max_rows - len(batch.rows)
+        if waiting and room > 0:
+            batch.admit(waiting[:room], group_size)
+            waiting = waiting[room:]
+        logits = batch.decode()  # (R, V)
+        noise = uniform(seed, first_id + batch.rows, tapes.lengths[batch.rows])  # (R,)
+        tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
+        alive = batch.alive.nonzero()[:, 0]
+        rows, tokens = batch.rows[alive], tokens[alive]
+        tapes.append(rows, tokens, logprobs[alive])
+        budget[rows] -= 1
+        event = (tokens == tokenizer.eos_id) | stops.may_end[tokens] | (budget[rows] == 0) | (
+            tapes.lengths[rows] == context)
+        for i in event.nonzero()[:, 0].tolist():
+            if not end_action(int(rows[i]), int(tokens[i])):
+                batch.alive[alive[i]] = False
+        batch.settle()
+    policy.train(was_training)
+    return tapes.rollout(first_id, group_size)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context: int, max_new_tokens: int) -> None:
+    """Refuse, before any work, what cannot be sampled from."""
+    for i, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) < context:
+            raise UserError(f"prompt {i} has {len(prompt)} tokens: a context of {context} takes 1 to {context - 1}; "
+                            f"shorten the prompt, or use a model with a longer context")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+
+
+class StopStrings:
+    """Finds a stop string across token borders, in the tokens of one action only (never in the prompt)."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, device: torch.device):
+        self.marks, self.tokenizer = [text.encode() for text in stop], tokenizer
+        # A stop string is completed by a token that contains its last byte: look no further at all the others.
+        last = {text[-1] for text in self.marks}
+        self.may_end = torch.zeros(tokenizer.vocab_size, dtype=torch.bool, device=device)  # (V,)
+        if last:
+            self.may_end[[i for i in range(tokenizer.vocab_size) if last & set(tokenizer.token_bytes(i))]] = True
+
+    def hit(self, action: Sequence[int]) -> bool:
+        """Do the tokens of an action contain a stop string?"""
+        text = b"".join(map(self.tokenizer.token_bytes, action)) if self.marks else b""
+        return any(mark in text for mark in self.marks)
+
+
+class Batch:
+    """The rows being decoded, and their cache: row number i of the cache belongs to tape number rows[i].
+
+    Invariant, whenever `decode` is called: the cache has seen every token of a row's tape but the last.
+    """
+
+    def __init__(self, policy: Transformer, tapes: Tapes, budget: int):
+        self.policy, self.tapes, self.budget = policy, tapes, budget
+        self.slots = min(int(tapes.lengths.max()) + budget, policy.config.max_position_embeddings)
+        self.device = tapes.tokens.device
+        self.rows = torch.zeros(0, dtype=torch.int64, device=self.device)  # (R,)
+        self.alive = torch.zeros(0, dtype=torch.bool, device=self.device)  # (R,) False: done, not yet cleared away
+        self.seen = torch.zeros(0, dtype=torch.int64, device=self.device)  # (R,) tokens of the row in the cache
+        self.cache = self._empty_cache(0)
+
+    def _empty_cache(self, rows: int) -> KVCache:
+        return KVCache(self.policy.config, rows, self.slots, self.policy.head_weight.dtype, self.device)
+
+    def admit(self, rows: list[int], group_size: int) -> None:
+        """Take in new rows. One row of each prompt is prefilled; its cache is copied to the others of its group."""
+        first = {row // group_size: row for row in reversed(rows)}  # prompt -> the row that is prefilled
+        place = {prompt: i for i, prompt in enumerate(first)}
+        prefilled = torch.tensor(list(first.values()), device=self.device)
+        cache = self._empty_cache(len(first))
+        self._feed(cache, prefilled, torch.zeros_like(prefilled))
+        copies = torch.tensor([place[row // group_size] for row in rows], device=self.device)
+        self.cache = self.cache.join(cache.select(copies, self.slots))
+        new = torch.tensor(rows, device=self.device)
+        self.rows = torch.cat((self.rows, new))
+        self.seen = torch.cat((self.seen, self.tapes.lengths[new] - 1))
+        self.alive = torch.cat((self.alive, torch.ones_like(new, dtype=torch.bool)))
+
+    def _reserve(self, slots: int) -> None:
+        slots = min(slots, self.policy.config.max_position_embeddings)
+        if slots > self.slots:
+            self.slots = slots
+            self.cache = self.cache.select(torch.arange(len(self.rows), device=self.device), slots)
+
+    def decode(self) -> Tensor:
+        """Feed the last token of every row; logits of the next: (R, V)."""
+        last = self.tapes.tokens[self.rows, self.seen]
+        hidden = self.policy(last[:, None], self.seen[:, None], cache=self.cache)
+        self.seen = self.seen + self.alive
+        return self.policy.logits(hidden[:, -1])
+
+    def settle(self) -> None:
+        """After a step: clear away finished rows, and feed what was forced on the others."""
+        if 4 * int(self.alive.sum()) <= 3 * len(self.rows):  # copying the cache at every single end would cost more
+            kept = self.alive.nonzero()[:, 0]
+            self.cache = self.cache.select(kept, self.slots)
+            self.rows, self.seen, self.alive = self.rows[kept], self.seen[kept], self.alive[kept]
+        behind = (self.alive & (self.seen < self.tapes.lengths[self.rows] - 1)).nonzero()[:, 0]
+        if len(behind):
+            self._reserve(int(self.tapes.lengths[self.rows].max()) + self.budget)
+            part = self.cache.select(behind, self.slots)
+            self._feed(part, self.rows[behind], self.seen[behind])
+            self.cache.put(behind, part)
+            self.seen[behind] = self.tapes.lengths[self.rows[behind]] - 1
+
+    def _feed(self, cache: KVCache, rows: Tensor, seen: Tensor) -> None:
+        """Show the cache tokens seen .. length - 2 of each row, in one pass.
+
+        Rows differ in how many: a short one repeats its last token **at that token's own position**, which writes the
+        same slot once more with the same value. No padding token ever enters the cache.
+        """
+        count = self.tapes.lengths[rows] - 1 - seen  # (R,)
+        longest = int(count.max())
+        if longest > 0:
+            steps = torch.arange(longest, device=self.device)
+            positions = (seen[:, None] + steps).minimum((self.tapes.lengths[rows] - 2)[:, None]).clamp_min(0)
+            self.policy(self.tapes.tokens[rows[:, None], positions], positions, cache=cache)

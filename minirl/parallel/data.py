@@ -1,0 +1,90 @@
+"""Data parallelism: every rank has the whole model and a share of the rows; gradients are added up.
+
+They are **summed**, never averaged. The loss of a row is divided by one denominator that counts the rows or tokens of
+all ranks and all microbatches (`losses.loss_total`), so the parts of a step simply add up, however they are cut. A mean
+over ranks of means over microbatches would weigh a token by the company it happens to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.logprobs import Output, token_logprobs
+from minirl.model import Transformer
+from minirl.parallel.mesh import Mesh
+from minirl.rollout import Rollout
+
+LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
+
+
+def all_reduce_sum(value: Tensor, mesh: Mesh | None) -> Tensor:
+    """The sum over replicas, in a new tensor."""
+    return _all_reduce(value, mesh, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(value: Tensor, mesh: Mesh | None) -> Tensor:
+    """The maximum over replicas, in a new tensor."""
+    return _all_reduce(value, mesh, dist.ReduceOp.MAX)
+
+
+def barrier(mesh: Mesh) -> None:
+    """Nobody goes on before everybody is here."""
+    all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)
+
+
+def _all_reduce(value: Tensor, mesh: Mesh | None, op: dist.ReduceOp) -> Tensor:
+    if mesh is None or mesh.dp == 1:
+        return value
+    value = value.clone()
+    dist.all_reduce(value, op, group=mesh.dp_group)
+    return value
+
+
+def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh,
+                     temperature: float = 1.0, entropy: bool = False) -> dict[str, float]:
+    """One optimizer update's worth of forward and backward passes; gradients end up summed over all replicas.
+
+    loss_fn : (out, microbatch) -> (loss, stats). `loss` is already divided by the denominator of the whole update.
+              `stats` are sums over the microbatch, except names that begin with "max_", which are maxima.
+    returns : the stats of all microbatches and replicas, "loss" among them
+    """
+    totals: dict[str, Tensor] = {}
+    for microbatch in microbatches:
+        out = token_logprobs(model, microbatch.tokens, temperature, entropy=entropy)
+        loss, stats = loss_fn(out, microbatch)
+        loss.backward()
+        for name, value in {**stats, "loss": loss.detach()}.items():
+            value = value.double()
+            old = totals.get(name, torch.zeros_like(value))
+            totals[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
+    sum_gradients(model, mesh)
+    return reduce_stats(totals, mesh)
+
+
+def sum_gradients(model: Transformer, mesh: Mesh) -> None:
+    """Add up the gradients of all replicas: one all-reduce over one flat buffer.
+
+    A parameter that this rank's rows did not reach takes part with zeros; leaving it out would shift every number
+    behind it, or hang the others.
+    """
+    if mesh.dp == 1:
+        return
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    flat = all_reduce_sum(flat, mesh)
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
+    """Sums (or maxima) over replicas -> Python floats."""
+    names = sorted(totals)
+    if not names:
+        return {}
+    values = torch.stack([totals[name] for name in names])
+    sums, maxima = all_reduce_sum(values, mesh).tolist(), all_reduce_max(values, mesh).tolist()
+    return {name: maxima[i] if name.startswith("max_") else sums[i] for i, name in enumerate(names)}

@@ -1,0 +1,39 @@
+"""SIGTERM and Ctrl-C: finish the step, save, leave. The ranks agree on the step, or the others would wait for ever."""
+
+import signal
+import threading
+from types import FrameType
+
+import torch
+
+from minirl.parallel.data import all_reduce_max
+from minirl.parallel.mesh import Mesh
+
+
+class StopSignal:
+    """After a first SIGTERM or Ctrl-C, `requested` is True on every rank; a second one interrupts at once.
+
+    A StopSignal made while another is in force (the cold start inside a trainer) passes the signal on to it.
+    """
+
+    def __init__(self):
+        self.received = False
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+        outer = self.before[number]
+        if isinstance(getattr(outer, "__self__", None), StopSignal):
+            outer(number, frame)
+
+    def requested(self, mesh: Mesh) -> bool:
+        """Has any rank been asked to stop? Every rank must call this, at the same step."""
+        return bool(all_reduce_max(torch.tensor(float(self.received), device=mesh.device), mesh))
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them before."""
+        for number, handler in getattr(self, "before", {}).items():
+            signal.signal(number, handler)

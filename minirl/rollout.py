@@ -1,0 +1,158 @@
+"""The Rollout: everything that one batch of sampled (or demonstrated) rows carries from the environment to the loss.
+
+One indexing convention, everywhere: `tokens` is (B, T); every other per-token tensor is (B, S) with S = T - 1, where
+column s belongs to the prediction of tokens[:, s + 1]. Rows are padded on the right.
+
+    prompt "1+2="  action "3" EOS      tokens       1  +  2  =  3  EOS
+                                       action_mask     0  0  0  1  1
+
+While rows are being written they are `Tapes`: what was forced, and what was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minirl.config import UserError
+
+if TYPE_CHECKING:
+    from minirl.env.base import Step
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B rows. Tensors that a stage has not computed yet are None; `replace` adds them and changes nothing in place."""
+
+    tokens: Tensor  # (B, T) int64: prompt, every turn, padding on the right
+    action_mask: Tensor  # (B, S) bool: the target token was chosen by the policy
+    lengths: Tensor  # (B,) int64: real tokens of the row
+    group: Tensor  # (B,) int64: number of the prompt that the row answers, over the whole run
+    sample_ids: Tensor  # (B,) int64: number of the row, over the whole run; with the seed it fixes all its randomness
+    old_logprobs: Tensor | None = None  # (B, S) nats, at sampling time; 0 where the policy chose nothing
+    finished: Tensor | None = None  # (B,) bool: ended by itself, not cut at the limit
+    rewards: Tensor | None = None  # (B,) from the environment, never overwritten
+    advantages: Tensor | None = None  # (B, 1) or (B, S)
+    ref_logprobs: Tensor | None = None  # (B, S) nats
+    texts: list[str] = field(default_factory=list)  # what followed the prompt, tool output included
+    turns: list[list[Step]] = field(default_factory=list)  # the environment's replies
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def replace(self, **changes) -> Rollout:
+        return dataclasses.replace(self, **changes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def rows(self, index: Tensor) -> Rollout:
+        """The rows `index` (R,), in that order, cut to the longest of them: padding costs time, never a result."""
+        T = int(self.lengths[index].max()) if len(index) else 1
+        picked = {name: value[index] for name, value in self.tensors().items()}
+        for name, value in picked.items():
+            if value.dim() == 2 and value.shape[1] > 1:
+                picked[name] = value[:, : T if name == "tokens" else T - 1]
+        order = index.tolist()
+        return Rollout(**picked, texts=[self.texts[i] for i in order if self.texts],
+                       turns=[self.turns[i] for i in order if self.turns])
+
+    def to(self, device: torch.device | str) -> Rollout:
+        return self.replace(**{name: value.to(device) for name, value in self.tensors().items()})
+
+    def microbatches(self, size: int) -> Iterator[Rollout]:
+        """Pieces of at most `size` rows, of similar length together. Their gradients add up to the whole's."""
+        for index in torch.argsort(self.lengths, stable=True).split(size) if len(self) else ():
+            yield self.rows(index)
+
+    def minibatches(self, count: int) -> Iterator[Rollout]:
+        """Deal the rows into `count` minibatches, one optimizer update each.
+
+        Dealt round-robin by sample id: each gets its share of every prompt, and the same rows however many ranks
+        the samples are spread over.
+        """
+        for i in range(count):
+            yield self.rows((self.sample_ids % count == i).nonzero()[:, 0]) if count > 1 else self
+
+    def save(self, file: str | Path) -> None:
+        """Tensors only, as safetensors: what training needs (`--replay`), without the texts."""
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(file))
+
+    @staticmethod
+    def load(file: str | Path) -> Rollout:
+        if not Path(file).is_file():
+            raise UserError(f"no rollout at {file}: write one with --save-rollouts")
+        return Rollout(**load_file(str(file)))
+
+
+class Tapes:
+    """Rows while they are being written: their tokens so far, and which of them the policy chose.
+
+    All rows lie in one (N, width) buffer that grows when a row outgrows it. This is the only place where per-token
+    things are kept beside their own token; `rollout` shifts them once to the (B, S) convention.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], width: int, pad_id: int, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str = "cpu"):
+        self.pad_id = pad_id
+        self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)  # (N,)
+        self.tokens = torch.full((len(prompts), width), pad_id, device=device)  # (N, width)
+        self.chosen = torch.zeros(len(prompts), width, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(len(prompts), width, dtype=dtype, device=device)
+        self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        for row, prompt in enumerate(prompts):
+            self.extend(row, prompt, chosen=False)
+
+    def extend(self, row: int, tokens: Sequence[int], chosen: bool) -> None:
+        """Append several tokens to one row: forced (prompt, tool output), or chosen by an expert."""
+        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(tokens)
+        self._reserve(end)
+        self.tokens[row, start:end] = torch.tensor(tokens, device=self.tokens.device)
+        self.chosen[row, start:end] = chosen
+        self.lengths[row] = end
+
+    def append(self, rows: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Append one sampled token to each of `rows` (R,), with the log-probability it had."""
+        at = self.lengths[rows]  # (R,)
+        self._reserve(int(at.max()) + 1)
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs.to(self.logprobs.dtype)
+        self.chosen[rows, at] = True
+        self.lengths[rows] = at + 1
+
+    def last(self, row: int, count: int) -> list[int]:
+        """The last `count` tokens of a row."""
+        end = int(self.lengths[row])
+        return self.tokens[row, end - count : end].tolist()
+
+    def _reserve(self, width: int) -> None:
+        extra = width - self.tokens.shape[1]
+        if extra > 0:
+            extra = max(extra, self.tokens.shape[1] // 2)  # grow by half: few copies, little waste
+            self.tokens = F.pad(self.tokens, (0, extra), value=self.pad_id)
+            self.chosen, self.logprobs = F.pad(self.chosen, (0, extra)), F.pad(self.logprobs, (0, extra))
+
+    def rollout(self, first_id: int, group_size: int) -> Rollout:
+        """The rows as a Rollout. Row r is sample first_id + r and answers prompt (first_id + r) // group_size."""
+        T = int(self.lengths.max())
+        ids = torch.arange(first_id, first_id + len(self.lengths), device=self.lengths.device)
+        return Rollout(
+            tokens=self.tokens[:, :T],
+            action_mask=self.chosen[:, 1:T],
+            lengths=self.lengths,
+            group=ids // group_size,
+            sample_ids=ids,
+            old_logprobs=self.logprobs[:, 1:T],
+            finished=self.finished,
+        )
