@@ -20,7 +20,8 @@ VALUES = [
     ("-7%3", "2"),
     ("7/2", "3.5"), ("6/2", "3"), ("-3**2", "-9"), ("(-3)**2", "9"), ("2**-1", "0.5"), ("2**3**2", "512"),
     ("4**0.5", "2"),
-    ("2**0.5", "1.414213562"), ("0.1+0.2", "0.3"), ("1/3", "0.3333333333"), ("1/3*3", "1"), ("2.50", "2.5"),
+    ("2**0.5", "1.414213562"), ("0.1+0.2", "0.3"), ("0.1*3-0.3", "0"), ("1/3", "0.3333333333"),
+    ("1/3*3", "1"), ("2.50", "2.5"),
     ("--5", "5"),
     ("1,000+1", "1001"), ("1,234,567*1", "1234567"), ("10**20/2", "50000000000000000000"), ("1e3+1", "1001"),
     (" 5 ", "5"),
@@ -33,7 +34,8 @@ REFUSED = [
     ("0**-1", "division by zero"),
     ("1//0.0", "division by zero"), ("9**9**9", "too large"), ("2**10**8", "too large"),
     ("2**-10**8", "too large"),
-    ("2**5000", "too large"), ("1e999", "too large"), ("9e300**1.5", "too large"),
+    ("2**5000", "too large"), ("2**4000*2**4000", "too large"), ("1e999", "too large"),
+    ("9e300**1.5", "too large"),
     ("(2**4000)**0.5", "too large"),
     ("1e300**1e300", "too large"), ("(-8)**0.5", "negative root"), ("1+", "syntax"), ("1 2", "syntax"),
     ("2e", "syntax"),
@@ -125,8 +127,9 @@ def test_the_last_turn_ends_the_row_even_with_a_call():
     assert sum(step.reward for step in steps) == 0.0 and steps[2].observation == ""
 
 
-def test_the_novice_calls_the_tool_now_and_then_and_is_otherwise_wrong():
-    examples = Calculator().sample(2000)
+@pytest.mark.parametrize("difficulty", [1, 2])
+def test_the_novice_calls_the_tool_now_and_then_and_is_otherwise_wrong(difficulty):
+    examples = Calculator(difficulty).sample(2000)
     calls = [example for example in examples if len(example.solution) == 2]
     assert abs(len(calls) / 2000 - TOOL_SHARE) < 0.04
     for example in examples:
