@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minirl.config import UserError, read_json, write_text
+from minirl.config import UserError, read_json, save_config, write_text
 from minirl.model import ModelConfig, Transformer
+from minirl.parallel import Mesh, barrier
 from minirl.tokenizer import Tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
@@ -41,7 +42,7 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
 
     The model may be wrapped by DistributedDataParallel or torch.compile: the names written are plain.
     """
-    folder, plain = Path(folder), _unwrap(model)
+    folder, plain = Path(folder), getattr(model, "module", model)  # out of DistributedDataParallel
     config, dtype = plain.config, plain.embed_tokens.weight.dtype
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if tokenizer is not None:
@@ -52,7 +53,7 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
                "pad_token_id": tokenizer.pad_id}
     described = hf_config(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {_hf_name(name.replace("_orig_mod.", "")): tensor  # compiled layer by layer
+    weights = {_hf_name(name.replace("_orig_mod.", "")): tensor  # torch.compile's mark, of model or layer
                for name, tensor in plain.state_dict().items()}
     _save_tensors(weights, folder / "model.safetensors")
     if tokenizer is not None:
@@ -162,6 +163,34 @@ def check_same_model(saved: ModelConfig, config: ModelConfig) -> None:
 
 # ---- the training state ----
 
+# What a resumed run may change: where and how it computes, and how long, but not what it computes.
+FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
+                  "microbatch_size", "max_rows", "save_rollouts"}
+
+
+def open_run(config: Any, mesh: Mesh) -> Path | None:
+    """Enter the run folder `config.run_dir`: the checkpoint to resume from, or None for a new run.
+
+    Writes config.json. UserError, before anything is touched: the folder holds a run and --resume is not given, or it
+    is given and the run was started with other options.
+    """
+    folder = latest_checkpoint(config.run_dir)
+    if folder and not config.resume:
+        raise UserError(f"{config.run_dir} already holds {folder.name}: go on from there with --resume, "
+                        "or start afresh with another --run-dir")
+    if folder and (Path(config.run_dir) / "config.json").is_file():
+        saved = read_json(Path(config.run_dir) / "config.json")
+        for name, value in asdict(config).items():
+            if name in saved and saved[name] != value and name not in FREE_TO_CHANGE:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"the run in {config.run_dir} was started with {flag} {saved[name]!r}, not {value!r}: "
+                                f"resume with the same, or start afresh with another --run-dir")
+    barrier(mesh)  # the first rank may write only when all have looked
+    if mesh.is_main:
+        save_config(config, config.run_dir)
+    return folder
+
+
 def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer: Tokenizer | None,
                     tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
     """Write run_dir/step_N, then delete all but the newest `keep` checkpoints and step_0. One rank calls it.
@@ -230,12 +259,6 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
 
 
 # ---- the pieces ----
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    for wrapped in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
-        model = getattr(model, wrapped, model)
-    return model
-
 
 def _hf_name(name: str) -> str:
     return name if name == "lm_head.weight" else "model." + name

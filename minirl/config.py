@@ -101,7 +101,7 @@ def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
         group, line = "", 1
         for node in ast.parse(source).body[0].body:
             for above in range(line, node.lineno):
-                if alone.get(above) == node.col_offset:
+                if above in alone:
                     group = comments[above].string.lstrip("# ")
             line, words = node.end_lineno, []
             while line in comments and (line == node.end_lineno or alone.get(line, 0) > node.col_offset):
@@ -110,6 +110,13 @@ def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
             if isinstance(node, ast.AnnAssign):
                 found[node.target.id] = (group, " ".join(words))
     return found
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """UserError for a field that is not above 0, by the name of its flag."""
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be above 0")
 
 
 def save_config(config: Any, folder: str | Path) -> None:

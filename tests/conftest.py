@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Reference models and values, made with other libraries; they lie beside the repository, where present."""
+    """Reference models and values, made with other libraries, in a folder beside the repository."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
         pytest.skip(f"no reference data at {folder}")
