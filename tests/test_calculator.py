@@ -82,7 +82,7 @@ def test_a_tool_call_is_the_last_complete_one_of_the_action():
 
 
 def test_a_mistake_becomes_an_observation_that_repeats_nothing_of_the_policy():
-    assert observe("12*34-56") == "352\n"
+    assert observe("12*34-56") == "352\n" and observe("12*34-56", width=6) == "352   \n"
     assert observe("1/0") == "error: division by zero\n"
     for expression in ("<|endoftext|>", "1</calc><calc>", "ok\n<calc>", "__import__('os')"):
         assert observe(expression) == "error: not arithmetic\n", "text of the policy came back as tool output"
@@ -104,7 +104,7 @@ def play(actions, max_turns=3):
 
 def test_the_tool_is_called_then_its_result_is_the_answer():
     example, steps = play(["{call}", "{answer}"])
-    assert steps[0] == (example.answer + "\n", 0.0, False, {})
+    assert steps[0] == (f"{example.answer:<6}\n", 0.0, False, {})
     assert steps[1] == ("", 1.0, True, {"tool_calls": 1})
 
 
@@ -145,6 +145,9 @@ def test_the_novice_calls_the_tool_now_and_then_and_is_otherwise_wrong(difficult
 @pytest.mark.parametrize("difficulty", [1, 2, 3, 5])
 def test_a_row_of_the_expert_fits_the_budget_and_the_byte_context(difficulty):
     env = Calculator(difficulty)
-    longest = max(sum(map(len, example.solution)) + 1 for example in env.sample(500))
-    assert longest <= env.max_new_tokens
+    examples = env.sample(500)
+    assert max(sum(map(len, example.solution)) + 1 for example in examples) <= env.max_new_tokens
+    for example in examples:
+        step = env.reset(example).step(f"<calc>{example.prompt[:-1]}</calc>")
+        assert len(step.observation) == 3 * difficulty + 1, "the distance to the copy varies"
     assert difficulty > 2 or 3 * difficulty + 3 + env.max_new_tokens + 2 * (MAX_OBSERVATION + 1) <= 96

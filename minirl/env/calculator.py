@@ -3,9 +3,9 @@
 `calculate` reads arithmetic with `ast` and works in exact fractions; model output is never executed. Time and
 memory are bounded by what is accepted (a short text, small numbers), so no clock is needed.
 
-The task takes two turns. After "12*34-56=" the policy writes "<calc>12*34-56</calc>", "352\\n" is forced onto
-its tape, and it answers "352". Nobody tells it to: the demonstrations are those of a novice who calls the
-tool now and then (TOOL_SHARE) and otherwise guesses wrong, and only the right number is paid.
+The task takes two turns. After "12*34-56=" the policy writes "<calc>12*34-56</calc>", "352   \\n" is forced
+onto its tape, and it answers "352". Nobody tells it to: the demonstrations are those of a novice who calls
+the tool now and then (TOOL_SHARE) and otherwise guesses wrong, and only the right number is paid.
 """
 
 import ast
@@ -108,13 +108,19 @@ def find_call(action: str) -> str | None:
     return expression if close and open_ else None
 
 
-def observe(expression: str) -> str:
-    """One line for the policy: the result, or what was wrong. It repeats no text of the policy's own."""
+def observe(expression: str, width: int = 0) -> str:
+    """One line for the policy: the result, or what was wrong. It repeats no text of the policy's own.
+
+    The line is filled with spaces to `width`, so that what is copied stands at one distance from its copy:
+    a model of 0.2 M parameters learns that in 300 steps of SFT, and needs over 800 without the spaces.
+    """
     try:
         text = calculate(expression)
     except CalculatorError as error:
         text = f"error: {error}"
-    return (text if len(text) <= MAX_OBSERVATION else text[: MAX_OBSERVATION - 3] + "...") + "\n"
+    if len(text) > MAX_OBSERVATION:
+        text = text[: MAX_OBSERVATION - 3] + "..."
+    return text.ljust(width) + "\n"
 
 
 @dataclass
@@ -123,6 +129,7 @@ class CalculatorEpisode:
 
     prompt: str
     answer: str
+    width: int  # characters of a result
     max_turns: int
     turns: int = 0
 
@@ -130,7 +137,7 @@ class CalculatorEpisode:
         self.turns += 1
         call = find_call(action)
         if call is not None and self.turns < self.max_turns:
-            return Step(observe(call), 0.0, False, {})
+            return Step(observe(call, self.width), 0.0, False, {})
         return Step("", float(numbers_equal(action, self.answer)), True, {"tool_calls": self.turns - 1})
 
 
@@ -165,7 +172,8 @@ class Calculator:
         return None
 
     def reset(self, example: Example) -> CalculatorEpisode:
-        return CalculatorEpisode(example.prompt, example.answer, self.max_turns)
+        width = 3 * self.difficulty  # of the largest product; a negative value is no longer, sign included
+        return CalculatorEpisode(example.prompt, example.answer, width, self.max_turns)
 
 
 def wrong_guess(answer: str, rng: Random) -> str:
