@@ -1,9 +1,10 @@
-"""How good is the policy on problems that it was never trained on?"""
+"""Measuring: how good is the policy on problems that it was never trained on, and what did a training step do?"""
 
 from __future__ import annotations
 
 import torch
 
+from minirl.advantages import constant_groups
 from minirl.env.base import Env
 from minirl.env.loop import collect
 from minirl.model import Transformer
@@ -36,9 +37,51 @@ def greedy(policy: Transformer, tokenizer: Tokenizer, env: Env, start: int, coun
                    temperature=0.0, max_rows=max_rows)
 
 
-def show_sample(policy: Transformer, tokenizer: Tokenizer, env: Env, title: str, max_new_tokens: int = 0) -> None:
-    """Print one held-out problem and what the policy makes of it, for a person to read."""
+def sample_text(policy: Transformer, tokenizer: Tokenizer, env: Env, max_new_tokens: int = 0) -> str:
+    """One held-out problem and what the policy makes of it, for a person to read."""
     rollout = greedy(policy, tokenizer, env, 0, 1, max_new_tokens)
     example = env.sample(1, split="eval")[0]
-    print(f"{title}: {example.prompt + rollout.texts[0]!r}  (right: {example.answer}, "
-          f"reward {rollout.rewards[0]:.1f})", flush=True)
+    return f"{example.prompt + rollout.texts[0]!r}  (right: {example.answer}, reward {rollout.rewards[0]:.1f})"
+
+
+def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
+    """Rewards and lengths of one step's rollout, over all ranks: sums first, so that the split cannot matter."""
+    constant = constant_groups(rollout.rewards, rollout.group)
+    rewards, actions = rollout.rewards.double(), rollout.action_mask.sum()
+    sums = [rewards.sum(), rewards.square().sum(), constant.sum(), actions, (~rollout.finished).sum(),
+            rollout.lengths.sum()]
+    counts = torch.tensor([len(rollout), len(constant)], dtype=torch.float64, device=rewards.device)
+    total, square, flat, actions, cut, tokens, rows, groups = all_reduce_sum(
+        torch.cat((torch.stack([value.double() for value in sums]), counts)), mesh).tolist()
+    mean = total / rows
+    return {
+        "reward_mean": mean,
+        "reward_std": max(0.0, square / rows - mean**2) ** 0.5,
+        "zero_variance_groups": flat / groups,
+        "response_length": actions / rows,
+        "truncated": cut / rows,
+        "tokens": int(tokens),
+    }
+
+
+def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The diagnostics of a step's policy updates, from the stats of `policy_stats` that each of them gave.
+
+    updates : one dict an update, already summed over microbatches and ranks
+    """
+    def mean(name: str, count: float) -> float:
+        return sum(update[name] for update in updates) / max(count, 1)
+
+    tokens = sum(update["tokens"] for update in updates)
+    passes = sum(update["rows"] for update in updates)
+    metrics = {
+        "loss": mean("loss", len(updates)),
+        "approx_kl": mean("approx_kl", tokens),
+        "clip_frac": mean("clip_frac", tokens),
+        "entropy": mean("entropy", tokens),
+        "grad_norm": mean("grad_norm", len(updates)),
+        "ratio_max_deviation": updates[0]["max_ratio_deviation"],  # of the first pass: later the policy has moved
+    }
+    if "kl_ref" in updates[0]:
+        metrics["kl_ref"] = mean("kl_ref", passes)  # nats a response
+    return metrics

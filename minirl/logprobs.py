@@ -10,10 +10,12 @@ tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the predi
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kernels import linear_logprob
 from minirl.model import Transformer
+from minirl.rollout import Rollout
 
 
 class Output(NamedTuple):
@@ -36,6 +38,20 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
     result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy)
     return Output(*result) if entropy else result
+
+
+@torch.no_grad()
+def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0) -> Tensor:
+    """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
+
+    In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
+    """
+    pieces = [(index, token_logprobs(model, rollout.rows(index).tokens, temperature))
+              for index in rollout.split(microbatch_size)]
+    logprobs = pieces[0][1].new_zeros(rollout.action_mask.shape)
+    for index, piece in pieces:
+        logprobs[index, : piece.shape[1]] = piece
+    return logprobs
 
 
 def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:

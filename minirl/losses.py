@@ -177,7 +177,7 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
     Add them up over microbatches and ranks, then divide by "tokens"; a mean of means would depend on how the
     batch was cut. A key that begins with "max_" is a maximum, and reduced by the maximum.
 
-    tokens               how many
+    tokens, rows         how many
     approx_kl            KL(old || now) in nats, by k3: how far the updates on this rollout have gone
     clip_frac            tokens whose gradient the clip takes away: A > 0 and ratio > 1 + eps_high, or
                          A < 0 and ratio < 1 - eps_low
@@ -195,6 +195,7 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
         per_token["entropy"] = entropy
     stats = {name: row_sum(value, mask).sum() for name, value in per_token.items()}
     stats["tokens"] = mask.sum()
+    stats["rows"] = mask.new_full((), len(mask), dtype=torch.int64)
     stats["max_ratio_deviation"] = torch.where(mask, excess.abs(), 0.0).amax()
     return stats
 

@@ -91,9 +91,6 @@ METRICS = {
                "updates skipped so far: loss or gradient not finite", "0",
                "grows: the numbers overflow. 10 in a row end the run", "a lower `--lr`; `--dtype float32`"),
         Metric("tokens", "tokens", ".0f", "tokens", "tokens of this step, over all ranks", "", "", ""),
-        Metric("token_accuracy", "correct", ".3f", "share",
-               "SFT: target tokens that are the model's first choice; masked positions do not count",
-               "rises", "flat while the loss falls: only the easy tokens improve", "more steps"),
     ],
     "Evaluation": [
         Metric("eval/accuracy", "eval", ".3f", "share",
@@ -204,14 +201,16 @@ class MetricsLogger:
     total_steps : of the whole run, for the time left
     resume_step : completed steps of the checkpoint. Later lines of metrics.jsonl are dropped, since those
                   steps are run again. 0 is a new run with a new file
+    print_every : steps between lines on the console; the file gets every step
     enabled     : False on every rank but the first: nothing is read, written or printed
     """
 
     def __init__(self, run_dir: str | Path, columns: Sequence[str], total_steps: int, resume_step: int = 0,
-                 enabled: bool = True):
+                 enabled: bool = True, print_every: int = 1):
         self.path = Path(run_dir) / "metrics.jsonl"
         self.columns = [BY_NAME.get(name, Metric(name, name, ".4g", *[""] * 5)) for name in (*columns, SPEED)]
         self.total_steps, self.resume_step, self.enabled = total_steps, resume_step, enabled
+        self.print_every = print_every
         self.history: list[Mapping[str, float]] = []
         self.started = time.perf_counter()
         self.lines_printed = 0
@@ -235,7 +234,8 @@ class MetricsLogger:
         metrics = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         with self.path.open("a", encoding="utf-8") as file:      # closed, hence flushed, after every line
             file.write(json_line({"step": step, **metrics}))
-        self._print(step, metrics)
+        if step % self.print_every == 0 or step == self.total_steps:
+            self._print(step, metrics)
         for hint in hints(metrics, self.history):
             print(hint, flush=True)
         self.history.append(metrics)

@@ -200,7 +200,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm. `forward` returns hidden states; `logits` applies the head when they are needed."""
+    """Embedding, blocks, final norm. `forward` returns hidden states, `logits` applies the head where it is needed."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -237,14 +237,15 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.head_weight)
 
     def init_weights(self, generator: torch.Generator) -> Transformer:
-        """Normal with std 0.02 (0.02 / sqrt(2 layers) into the residual stream, as in GPT-2); norms 1, biases 0."""
+        """Normal with std 0.5 / sqrt(D), which is GPT-2's 0.02 at its width; less into the residual stream."""
+        std = 0.5 / math.sqrt(self.config.hidden_size)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
             else:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers) if residual else 0.02
-                nn.init.normal_(parameter, std=std, generator=generator)
+                depth = math.sqrt(2 * self.config.num_hidden_layers) if residual else 1.0
+                nn.init.normal_(parameter, std=std / depth, generator=generator)
         return self
 
     def _frame(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,

@@ -14,7 +14,7 @@ from minirl.config import UserError
 from minirl.metrics import BY_NAME, read_metrics, sparkline
 
 DEFAULT_METRICS = ("reward_mean", "eval/accuracy", "kl_ref", "entropy", "response_length", "loss",
-                   "token_accuracy")
+                   "tokens")
 Curve = list[tuple[int, float]]                        # (step, value) of the steps that logged it
 
 

@@ -42,6 +42,7 @@ class Rollout:
     rewards: Tensor | None = None  # (B,) from the environment, never overwritten
     advantages: Tensor | None = None  # (B, 1) or (B, S)
     ref_logprobs: Tensor | None = None  # (B, S) nats
+    prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     texts: list[str] = field(default_factory=list)  # what followed the prompt, tool output included
     turns: list[list[Step]] = field(default_factory=list)  # the environment's replies
 
@@ -70,19 +71,23 @@ class Rollout:
     def to(self, device: torch.device | str) -> Rollout:
         return self.replace(**{name: value.to(device) for name, value in self.tensors().items()})
 
-    def microbatches(self, size: int) -> Iterator[Rollout]:
-        """Pieces of at most `size` rows, of similar length together. Their gradients add up to the whole's."""
-        for index in torch.argsort(self.lengths, stable=True).split(size) if len(self) else ():
-            yield self.rows(index)
+    def split(self, size: int) -> Sequence[Tensor]:
+        """Row numbers in pieces of at most `size`, rows of similar length together."""
+        return torch.argsort(self.lengths, stable=True).split(size) if len(self) else ()
 
-    def minibatches(self, count: int) -> Iterator[Rollout]:
-        """Deal the rows into `count` minibatches, one optimizer update each.
+    def microbatches(self, size: int) -> Iterator[Rollout]:
+        """The pieces of `split` as Rollouts. Their gradients add up to the whole's, whatever the size."""
+        return (self.rows(index) for index in self.split(size))
+
+    def minibatches(self, count: int, epochs: int = 1) -> Iterator[Rollout]:
+        """Deal the rows into `count` minibatches, one optimizer update each, `epochs` times over.
 
         Dealt round-robin by sample id: each gets its share of every prompt, and the same rows however many ranks
         the samples are spread over.
         """
-        for i in range(count):
-            yield self.rows((self.sample_ids % count == i).nonzero()[:, 0]) if count > 1 else self
+        for _ in range(epochs):
+            for i in range(count):
+                yield self.rows((self.sample_ids % count == i).nonzero()[:, 0]) if count > 1 else self
 
     def save(self, file: str | Path) -> None:
         """Tensors only, as safetensors: what training needs (`--replay`), without the texts."""
@@ -90,10 +95,23 @@ class Rollout:
         save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(file))
 
     @staticmethod
-    def load(file: str | Path) -> Rollout:
-        if not Path(file).is_file():
-            raise UserError(f"no rollout at {file}: write one with --save-rollouts")
-        return Rollout(**load_file(str(file)))
+    def load(path: str | Path) -> Rollout:
+        """A file that `save` wrote, or a folder with the file of each rank, in the order of the sample ids."""
+        files = sorted(Path(path).glob("rank_*.safetensors")) if Path(path).is_dir() else [Path(path)]
+        if not files or not files[0].is_file():
+            raise UserError(f"no rollout at {path}: write one with --save-rollouts")
+        parts = [load_file(str(file)) for file in files]
+        T = max(part["tokens"].shape[1] for part in parts)
+        joined = {}
+        for name in parts[0]:
+            values = [part[name] for part in parts]
+            if name == "tokens":
+                values = [F.pad(value, (0, T - value.shape[1])) for value in values]
+            elif values[0].dim() == 2:
+                values = [F.pad(value, (0, T - 1 - value.shape[1])) for value in values]
+            joined[name] = torch.cat(values)
+        rollout = Rollout(**joined)
+        return rollout.rows(rollout.sample_ids.argsort())
 
 
 class Tapes:

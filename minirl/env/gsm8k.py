@@ -1,7 +1,9 @@
 """GSM8K (arXiv:2110.14168): word problems from the public JSONL, one {"question", "answer"} a line."""
 
+import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from minirl.config import UserError
@@ -42,6 +44,16 @@ class GSM8K:
     def size(self, split: str) -> int:
         check_split(split)
         return len(self.eval_rows if split == "eval" else self.train_rows)
+
+    def only(self, fits: Callable[[Example], bool]) -> "GSM8K":
+        """The same task without the problems that do not fit."""
+        env = copy.copy(self)
+        env.train_rows = [row for row in self.train_rows if fits(row)]
+        env.eval_rows = [row for row in self.eval_rows if fits(row)]
+        if not env.train_rows or not env.eval_rows:
+            raise UserError(f"all of the {len(self.train_rows)} + {len(self.eval_rows)} problems are too long: "
+                            "use a model with a longer context")
+        return env
 
     def reset(self, example: Example) -> SingleTurn:
         return SingleTurn(example.prompt, lambda action: gsm8k_reward(action, example.answer))

@@ -28,6 +28,45 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
 
+def row_length(tokenizer: Tokenizer, example: Example, solution: bool = False) -> int:
+    """Tokens of a prompt and the one that must follow it, or with solution=True of the expert's whole row."""
+    actions = example.solution if solution else ()
+    return len(prompt_tokens(tokenizer, example.prompt)) + 1 + sum(
+        len(tokenizer.encode(action, continued=True)) for action in actions)
+
+
+def longest_row(env: Env, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest row that the task may need, an expert's or one of max_new_tokens: the context to build.
+
+    Looks at every row of a data set, at the first thousand problems of an endless task.
+    """
+    examples = [example for split in ("train", "eval") for example in env.sample(env.size(split) or 1000, split=split)]
+    return max(max(row_length(tokenizer, example, True), row_length(tokenizer, example) + env.max_new_tokens)
+               for example in examples)
+
+
+def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = False, solutions: bool = False) -> Env:
+    """Before any work: the task with problems that fit `context` tokens, which are all of them, or else (UserError).
+
+    drop      : of a data set, leave out the problems that do not fit
+    solutions : the expert's whole row must fit, not only the prompt and one token
+    """
+    def fits(example: Example) -> bool:
+        return row_length(tokenizer, example, solutions) <= context
+
+    if drop and not hasattr(env, "only"):
+        raise UserError(f"task {env.name} makes its own problems: leave --drop-long-rows out")
+    if drop:
+        env = env.only(fits)
+    for split in ("train", "eval"):
+        for i, example in enumerate(env.sample(env.size(split) or 1000, split=split)):
+            if not fits(example):
+                raise UserError(f"{split} problem {i} ({example.prompt[:30]!r}...) needs "
+                                f"{row_length(tokenizer, example, solutions)} tokens, but the model's context is "
+                                f"{context}: use --drop-long-rows, or a model with a longer context")
+    return env
+
+
 def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Sequence[Example], group_size: int = 1,
             first_prompt: int = 0, **sampling) -> Rollout:
     """The policy plays `group_size` episodes of every example.

@@ -50,12 +50,13 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
 
     loss_fn : (out, microbatch) -> (loss, stats). `loss` is already divided by the denominator of the whole update.
               `stats` are sums over the microbatch, except names that begin with "max_", which are maxima.
+    entropy : whether out.entropy is wanted (it is None otherwise)
     returns : the stats of all microbatches and replicas, "loss" among them
     """
     totals: dict[str, Tensor] = {}
     for microbatch in microbatches:
         out = token_logprobs(model, microbatch.tokens, temperature, entropy=entropy)
-        loss, stats = loss_fn(out, microbatch)
+        loss, stats = loss_fn(out if entropy else Output(out, None), microbatch)
         loss.backward()
         for name, value in {**stats, "loss": loss.detach()}.items():
             value = value.double()
@@ -88,3 +89,10 @@ def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
     values = torch.stack([totals[name] for name in names])
     sums, maxima = all_reduce_sum(values, mesh).tolist(), all_reduce_max(values, mesh).tolist()
     return {name: maxima[i] if name.startswith("max_") else sums[i] for i, name in enumerate(names)}
+
+
+def share_of(rollout: Rollout, mesh: Mesh) -> Rollout:
+    """This replica's prompts of a rollout, with all their rows."""
+    prompts = rollout.group.unique()
+    mine = mesh.share(len(prompts), "prompts of the replayed rollout")
+    return rollout.rows(torch.isin(rollout.group, prompts[mine.start : mine.stop]).nonzero()[:, 0])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from minirl.config import UserError
 
+CPU = torch.device("cpu")
 TIMEOUT = datetime.timedelta(minutes=10)  # a rank that waits longer than this for another gives up with an error
 
 
@@ -24,7 +25,7 @@ class Mesh:
     dp: int = 1
     dp_rank: int = 0
     dp_group: dist.ProcessGroup | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def size(self) -> int:

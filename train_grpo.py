@@ -1,0 +1,232 @@
+"""GRPO: reinforcement learning without a critic (DeepSeekMath, arXiv:2402.03300).
+
+    1. the policy answers every prompt G times
+    2. a verifier gives each answer a reward
+    3. an answer's advantage is its reward relative to the other answers to the same prompt
+    4. raise the probability of its tokens by the advantage, clipped where the policy has moved too far
+    5. (optional) a KL term keeps the policy near the model it started from
+
+Left out of the paper: the learned reward model (the task's verifier pays), process rewards, and replacing the
+reference by the trained policy between rounds.
+
+    torchrun train_grpo.py                                         two-digit addition from nothing, minutes on a laptop
+    torchrun train_grpo.py --task calculator                       learns to call a tool
+    torchrun --nproc_per_node 2 train_grpo.py                      the same numbers on two ranks
+    torchrun train_grpo.py --task gsm8k --data train.jsonl --init FOLDER --lr 1e-6
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import train_sft
+from minirl.advantages import group_advantages
+from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
+from minirl.config import UserError, check_positive, run
+from minirl.env import make_env
+from minirl.env.loop import collect, fit_to_context
+from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
+from minirl.logprobs import Output, rollout_logprobs
+from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
+from minirl.metrics import MetricsLogger
+from minirl.optim import AdamW, SkipCounter, clip_gradients, lr_at
+from minirl.parallel import StopSignal, barrier, close_mesh, forward_backward, init_mesh, pick_dtype, share_of
+from minirl.rollout import Rollout
+from minirl.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Config:
+    # run
+    run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
+    resume: bool = False  # go on from the newest checkpoint in run_dir
+    seed: int = 0  # of the initial weights, the problems and the sampling
+    device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
+    dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
+    save_every: int = 20  # steps between checkpoints
+    keep: int = 2  # newest checkpoints to keep, besides step_0
+    save_rollouts: bool = False  # write every rollout to run_dir/rollouts
+    replay: str = ""  # train on this saved rollout instead of sampling
+    # model
+    init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
+    cold_start_steps: int = 400  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_accuracy: float = 0.25  # the cold start ends early at this accuracy
+    # task
+    task: str = "addition"  # addition, calculator or gsm8k
+    data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
+    eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
+    drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
+    difficulty: int = 2  # digits of an operand
+    # rollout
+    prompts_per_step: int = 128  # prompts a step, over all ranks
+    group_size: int = 16  # answers to each prompt
+    max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
+    temperature: float = 1.0  # of sampling, and of every log-probability in training
+    max_rows: int = 4096  # rows decoded at once
+    # objective
+    advantage_scale: Literal["std", "none"] = "std"  # divide by the group's std (GRPO), or not (Dr. GRPO)
+    aggregate: Literal["token", "sequence", "prompt", "constant"] = "token"  # how the tokens' losses are weighed
+    eps_low: float = 0.2  # a ratio below 1 - eps_low has no gradient when the advantage is negative
+    eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
+    kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
+    # optimisation
+    steps: int = 100  # rollouts
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 1  # optimizer updates a pass
+    microbatch_size: int = 512  # rows a forward pass
+    lr: float = 1e-3  # peak learning rate
+    warmup_steps: int = 5  # rollouts of linear warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "constant"  # after the warm-up
+    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
+    # evaluation
+    eval_every: int = 20  # steps between evaluations; 0: only before and after
+    eval_problems: int = 500  # held-out problems, answered greedily
+
+    def __post_init__(self):
+        check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
+                       "lr", "save_every", "keep", "eval_problems", "cold_start_steps")
+        if self.group_size < 2:
+            raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
+                            "so a group needs at least 2")
+        if self.prompts_per_step * self.group_size % self.minibatches:
+            raise UserError(f"--minibatches {self.minibatches} does not divide the {self.prompts_per_step} x "
+                            f"{self.group_size} rows of a rollout")
+
+
+def main(config: Config) -> None:
+    # ---- setup
+    mesh = init_mesh(config.device)
+    dtype = pick_dtype(config.dtype, mesh.device)
+    share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
+    stop = StopSignal()
+
+    # ---- task
+    env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
+    max_new_tokens = config.max_new_tokens or env.max_new_tokens
+
+    # ---- policy and frozen reference
+    start_folder = open_run(config, mesh)
+    init = start_folder or config.init or cold_start(config, mesh.is_main)
+    if init is None:
+        return  # stopped during the cold start, which --resume goes on with
+    tokenizer = load_tokenizer(init)
+    policy = load_model(init, dtype, mesh.device)
+    env = fit_to_context(env, tokenizer, policy.config.max_position_embeddings, config.drop_long_rows)
+    if start_folder is None and mesh.is_main:  # step_0 is kept for good: it is the reference of a resumed run
+        save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep)
+    barrier(mesh)
+    ref_policy = load_model(Path(config.run_dir) / "step_0", dtype, mesh.device) if config.kl_coef > 0 else None
+
+    # ---- optimizer
+    optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)
+    guard = SkipCounter()
+
+    # ---- resume
+    start = 0
+    if start_folder:
+        tensors, state = load_checkpoint(start_folder)
+        optimizer.load_state_tensors(tensors)
+        start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
+    columns = ["reward_mean", "reward_std", "zero_variance_groups", "approx_kl", "clip_frac", "kl_ref", "entropy",
+               "response_length", "grad_norm", "eval/accuracy"]
+    logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
+    if start == 0:
+        if mesh.is_main:
+            print("before:", sample_text(policy, tokenizer, env, max_new_tokens))
+        logger.log(0, evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens))
+
+    # ---- loop
+    for step in range(start + 1, config.steps + 1):
+        began = perf_counter()
+
+        # (1) rollout: every prompt is answered group_size times
+        if config.replay:
+            rollout = share_of(Rollout.load(config.replay), mesh).to(mesh.device)
+        else:
+            first = (step - 1) * config.prompts_per_step + share.start
+            examples = env.sample(len(share), start=first)
+            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, seed=config.seed,
+                              max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
+        if config.save_rollouts:
+            rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
+        sampled = perf_counter()
+
+        # (2) advantages: better or worse than the other answers to the same prompt?
+        advantages = group_advantages(rollout.rewards, rollout.group, config.advantage_scale)
+        rollout = rollout.replace(advantages=advantages)
+
+        # (3) log-probs under the frozen reference
+        if ref_policy is not None:
+            ref_logprobs = rollout_logprobs(ref_policy, rollout, config.microbatch_size, config.temperature)
+            rollout = rollout.replace(ref_logprobs=ref_logprobs)
+
+        # (4) policy updates
+        updates = []
+        for minibatch in rollout.minibatches(config.minibatches, config.epochs):
+            mode, mask = config.aggregate, minibatch.action_mask
+            minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
+            total = loss_total(mode, mask, mesh, minibatch.group, max_new_tokens)
+
+            def loss_fn(out: Output, mb: Rollout, mode=mode, total=total):
+                per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages,
+                                              config.eps_low, config.eps_high)
+                if mb.ref_logprobs is not None:
+                    per_token = per_token + config.kl_coef * kl_estimate(out.logprobs, mb.ref_logprobs, "k3")
+                loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens)
+                return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
+                                          mb.action_mask, config.eps_low, config.eps_high)
+
+            stats = forward_backward(policy, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
+                                     config.temperature, entropy=True)
+            lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
+            grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm)
+            guard.step(optimizer, grad_norm, lr, stats["loss"])
+            optimizer.zero_grad()
+            updates.append(stats | {"grad_norm": float(grad_norm)})
+
+        # (5) evaluate, log, save
+        seconds = perf_counter() - began
+        metrics = rollout_metrics(rollout, mesh) | update_metrics(updates) | {
+            "lr": lr,
+            "skipped_steps": guard.skipped,
+            "time/rollout": sampled - began,
+            "time/update": seconds - (sampled - began),
+        }
+        metrics["time/tokens_per_second"] = metrics["tokens"] / seconds
+        stopping = stop.requested(mesh)
+        last = stopping or step == config.steps
+        if last or (config.eval_every and step % config.eval_every == 0):
+            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens)
+        logger.log(step, metrics)
+        if last or step % config.save_every == 0:
+            if mesh.is_main:
+                state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+                save_checkpoint(config.run_dir, step, policy, tokenizer, optimizer.state_tensors(), state, config.keep)
+            barrier(mesh)
+        if stopping:
+            break
+
+    stop.close()
+    if mesh.is_main:
+        print("after:", sample_text(policy, tokenizer, env, max_new_tokens))
+
+
+def cold_start(config: Config, is_main: bool) -> Path | None:
+    """A policy that succeeds now and then, for GRPO can only make likelier what is sampled. DeepSeek-R1 began so too.
+
+    A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
+    """
+    folder = Path(config.run_dir) / "cold_start"
+    if is_main:
+        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
+    same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems")
+    return train_sft.main(train_sft.Config(
+        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=10,
+        until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
+
+
+if __name__ == "__main__":
+    run(main, Config, description=__doc__)
+    close_mesh()
