@@ -1,0 +1,421 @@
+"""The transformer against a plain loop written from the papers, numbers by hand, and the invariances that packing,
+padding and caching rest on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from minirl.model import KVCache, ModelConfig, RMSNorm, Transformer
+
+V = 17
+LLAMA = ModelConfig(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, max_position_embeddings=128, rope_theta=100.0)
+SHAPES = {
+    "llama": LLAMA,
+    "every head its own keys": replace(LLAMA, num_key_value_heads=4),
+    "one head of keys": replace(LLAMA, num_key_value_heads=1),
+    "untied": replace(LLAMA, tie_word_embeddings=False),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=6),
+    "every option": replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, head_dim=10,
+                            tie_word_embeddings=False),
+}
+
+
+def tiny(config=LLAMA, seed=0):
+    """float64, every parameter random and large: with weights near 0 attention is flat and mistakes do not show."""
+    model, generator = Transformer(config).double(), torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.5, generator=generator)
+    return model.requires_grad_(False)
+
+
+def some_tokens(rows, length, seed=1):
+    return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def empty_cache(model, rows, slots):
+    return KVCache(model.config, rows, slots, torch.float64, torch.device("cpu"))
+
+
+def close(found, wanted, hint="", tolerance=1e-12):
+    assert_close(found, wanted, rtol=0, atol=tolerance, msg=lambda text: f"{hint}\n{text}")
+
+
+# ---- values ----
+
+def naive(model, tokens, positions=None, documents=None, interleaved=False):
+    """Hidden states (T, D) of one row, one token, head and earlier token at a time."""
+    config, weights = model.config, dict(model.named_parameters())
+    heads, size = config.num_attention_heads, config.head_dim
+    shared_by = heads // config.num_key_value_heads
+    positions = range(len(tokens)) if positions is None else positions
+    documents = [0] * len(tokens) if documents is None else documents
+
+    def norm(x, name):
+        return x / (x.square().mean() + config.rms_norm_eps).sqrt() * weights[name + ".weight"]
+
+    def linear(x, name):
+        y = weights[name + ".weight"] @ x
+        return y + weights[name + ".bias"] if name + ".bias" in weights else y
+
+    def turn(x, position):
+        y = x.clone()
+        for i in range(size // 2):
+            angle = torch.tensor(float(position)) * config.rope_theta ** -torch.tensor(2 * i / size)  # float32
+            cos, sin = angle.cos().double(), angle.sin().double()
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + size // 2)
+            y[a], y[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
+        return y
+
+    def heads_of(x, layer, letter, position):
+        parts = linear(x, f"{layer}.self_attn.{letter}_proj").split(size)
+        if letter == "v":
+            return parts
+        if config.qk_norm:
+            parts = [norm(part, f"{layer}.self_attn.{letter}_norm") for part in parts]
+        return [turn(part, position) for part in parts]
+
+    stream = [weights["embed_tokens.weight"][token] for token in tokens]
+    for layer in (f"layers.{i}" for i in range(config.num_hidden_layers)):
+        normed = [norm(x, f"{layer}.input_layernorm") for x in stream]
+        q, k, v = ([heads_of(x, layer, letter, p) for x, p in zip(normed, positions)] for letter in "qkv")
+        for t in range(len(tokens)):
+            seen = [s for s in range(t + 1) if documents[s] == documents[t]]
+            out = []
+            for head in range(heads):
+                group = head // shared_by
+                scores = torch.stack([q[t][head] @ k[s][group] / math.sqrt(size) for s in seen])
+                weight = scores.exp() / scores.exp().sum()
+                out.append(sum(w * v[s][group] for w, s in zip(weight, seen)))
+            x = stream[t] + linear(torch.cat(out), f"{layer}.self_attn.o_proj")
+            y = norm(x, f"{layer}.post_attention_layernorm")
+            gate = linear(y, f"{layer}.mlp.gate_proj")
+            y = gate / (1 + (-gate).exp()) * linear(y, f"{layer}.mlp.up_proj")
+            stream[t] = x + linear(y, f"{layer}.mlp.down_proj")
+    return torch.stack([norm(x, "norm") for x in stream])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hidden_states_equal_those_of_a_plain_loop(shape):
+    model, tokens = tiny(SHAPES[shape]), some_tokens(2, 6)
+    want = torch.stack([naive(model, row.tolist()) for row in tokens])
+    close(model(tokens), want, "attention, MLP, norm or rotation differs from the formula", 1e-9)
+    head = model.lm_head.weight if "untied" in shape or "every option" in shape else model.embed_tokens.weight
+    assert model.head_weight is head
+    close(model.logits(want), want @ head.T, "logits are not hidden states times the head")
+
+
+def test_far_positions_and_gaps_equal_those_of_a_plain_loop():
+    model, tokens, positions = tiny(), some_tokens(1, 5), [0, 1, 50, 51, 100]
+    close(model(tokens, torch.tensor([positions]))[0], naive(model, tokens[0].tolist(), positions),
+          "rotation by another angle than the position given", 1e-9)
+    wrong = naive(model, tokens[0].tolist(), positions, interleaved=True)
+    assert (model(tokens, torch.tensor([positions]))[0] - wrong).abs().max() > 0.1, "this test cannot tell the orders"
+
+
+@pytest.mark.parametrize("position", [0, 1, 50])
+@pytest.mark.parametrize(("pair", "speed"), [(0, 1.0), (1, 0.25)])
+def test_rotary_positions_by_hand(position, pair, speed):
+    # Two tokens, 2 e_i and 2 e_(i+2), whose queries, keys and values are themselves. Turned by p * speed, the second
+    # one's product with the first is -4 sin(p * speed), with itself 4; the scale is 1 / sqrt(4).
+    config = ModelConfig(vocab_size=2, hidden_size=4, intermediate_size=2, num_hidden_layers=1, num_attention_heads=1,
+                         rms_norm_eps=0.0, rope_theta=16.0)
+    model = Transformer(config).double().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name:
+            parameter.copy_(torch.eye(4))
+        elif "mlp" in name:
+            parameter.zero_()
+    model.embed_tokens.weight.copy_(2 * torch.eye(4)[[pair, pair + 2]])
+    weight = 1 / (1 + math.exp(2 + 2 * math.sin(position * speed)))  # of the first token
+    for start in (0, 7):
+        x = model(torch.tensor([[0, 1]]), torch.tensor([[start, start + position]]))[0, 1]
+        hint = ("component i must turn with i + E/2, counter-clockwise: position 0 alone is right in any order"
+                if start == 0 else "attention depends on more than the distance of two tokens")
+        assert float(x[pair] / x[pair + 2]) == pytest.approx(weight / (2 - weight), abs=2e-5), hint
+
+
+def test_rms_norm_by_hand():
+    norm = RMSNorm(2, eps=0.5).double()
+    norm.weight.data = torch.tensor([2.0, -1.0]).double()
+    x = torch.tensor([[3.0, 4.0]]).double()
+    close(norm(x), x / math.sqrt(13) * norm.weight, "mean square 12.5 plus eps 0.5 is 13, under the root")
+
+
+def test_rms_norm_of_halves_is_taken_in_float32():
+    x = torch.tensor([[300.0, 400.0]], dtype=torch.float16)  # 400 squared is infinite in float16
+    assert_close(RMSNorm(2, 1e-5).half()(x), (x.float() / 353.5534).half())
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_heads():
+    model, tokens = tiny(), some_tokens(2, 9)
+    full = tiny(SHAPES["every head its own keys"])
+    weights = dict(model.state_dict())
+    for name in weights:
+        if "k_proj" in name or "v_proj" in name:  # head h reads group h // 2: 0 0 1 1, not 0 1 0 1
+            weights[name] = weights[name].view(2, 4, 16).repeat_interleave(2, 0).reshape(16, 16)
+    full.load_state_dict(weights)
+    close(model(tokens), full(tokens), "query heads read another head's keys")
+    positions = torch.arange(9).expand(2, 9)
+    close(model(tokens, positions, cache=empty_cache(model, 2, 9)),
+          full(tokens, positions, cache=empty_cache(full, 2, 9)), "query heads read another head's keys in the cache")
+
+
+def test_each_parameter_is_used_and_each_option_adds_its_own():
+    def names(**options):
+        return {name.split("layers.0.")[-1] for name, _ in Transformer(replace(LLAMA, **options)).named_parameters()
+                if "layers.1" not in name}
+
+    plain = names()
+    assert names(qkv_bias=True) - plain == {f"self_attn.{x}_proj.bias" for x in "qkv"}
+    assert names(output_bias=True) - plain == {"self_attn.o_proj.bias"}
+    assert names(mlp_bias=True) - plain == {f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")}
+    assert names(qk_norm=True) - plain == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    assert names(tie_word_embeddings=False) - plain == {"lm_head.weight"}
+
+    model, tokens = tiny(SHAPES["every option"]), some_tokens(1, 5)
+    before = model.logits(model(tokens))
+    for name, parameter in model.named_parameters():
+        kept = parameter.clone()
+        parameter.add_(torch.linspace(0.5, 1, parameter.numel()).view_as(parameter))
+        changed = (model.logits(model(tokens)) - before).abs().max() > 1e-6
+        parameter.copy_(kept)
+        # The same number added to all keys moves no softmax; a bias that differs by component does, through rotation.
+        assert changed, f"{name} has no effect"
+
+
+def test_gradients_equal_finite_differences():
+    config = ModelConfig(vocab_size=4, hidden_size=4, intermediate_size=3, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, qkv_bias=True, qk_norm=True)
+    model = tiny(config, seed=3)
+    names, values = zip(*model.named_parameters())
+    values = [value.clone().requires_grad_() for value in values]
+    tokens, documents = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]]), torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
+
+    def hidden(*values):
+        return torch.func.functional_call(model, dict(zip(names, values)), (tokens, None, documents))
+
+    assert torch.autograd.gradcheck(hidden, values)
+
+
+# ---- what a token may see ----
+
+@pytest.mark.parametrize("shape", ["llama", "every option"])
+def test_a_later_token_changes_no_earlier_hidden_state(shape):
+    model, tokens = tiny(SHAPES[shape]), some_tokens(2, 8)
+    before = model(tokens)
+    for t in range(1, 8):
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % V
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t]), f"tokens before {t} see it: the mask is off by one"
+        assert (after[:, t:] - before[:, t:]).abs().amax((0, 2)).min() > 1e-6, f"a token after {t} does not see it"
+
+
+def test_padding_on_the_right_changes_nothing():
+    model, tokens = tiny(), some_tokens(3, 6)
+    for pad in (0, 5):
+        padded = torch.nn.functional.pad(tokens, (0, 7), value=pad)
+        close(model(padded)[:, :6], model(tokens), "the padded tail is seen")
+
+
+def test_rows_do_not_see_each_other():
+    model, tokens = tiny(), some_tokens(3, 6)
+    close(model(tokens)[2:], model(tokens[2:]), "a row depends on its neighbours")
+    close(model(tokens[[2, 0, 1]]), model(tokens)[[2, 0, 1]], "a row depends on its place in the batch")
+
+
+def test_packed_documents_equal_separate_ones_with_their_gradients():
+    tokens, lengths = some_tokens(2, 9), [3, 4, 2]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [7, 7, 7, 4, 4, 4, 4, 9, 9]])  # ids of any kind
+    probe = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    model = tiny(SHAPES["every option"]).requires_grad_()
+    alone = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
+    packed = model(tokens, documents=documents)
+    close(packed, alone, "documents see each other, or positions go on instead of restarting")
+    wanted = torch.autograd.grad((alone * probe).sum(), list(model.parameters())[:-1])
+    found = torch.autograd.grad((packed * probe).sum(), list(model.parameters())[:-1])
+    for (name, _), a, b in zip(model.named_parameters(), found, wanted):
+        close(a, b, f"gradient of {name}", 1e-11)
+
+    want = naive(model, tokens[0].tolist(), [0, 1, 2, 0, 1, 2, 3, 0, 1], documents[0].tolist())
+    close(packed[0], want, "positions of 3, 4 and 2 tokens are 0 1 2, 0 1 2 3, 0 1", 1e-9)
+
+
+def test_isolation_needs_the_mask_and_not_positions_alone():
+    model, tokens = tiny(), some_tokens(1, 7)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    packed = model(tokens, documents=documents)
+    restarted = model(tokens, torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
+    assert (restarted - packed)[:, 3:].abs().max() > 0.01, "the test cannot see a missing mask"
+    for t in range(3):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % V
+        assert torch.equal(model(changed, documents=documents)[:, 3:], packed[:, 3:]), "document b sees document a"
+    changed = tokens.clone()
+    changed[0, 3:] = (changed[0, 3:] + 1) % V
+    assert torch.equal(model(changed, documents=documents)[:, :3], packed[:, :3]), "document a sees document b"
+
+
+def test_a_single_document_is_a_plain_row():
+    model, tokens = tiny(), some_tokens(2, 7)
+    close(model(tokens, documents=torch.full((2, 7), 5)), model(tokens))
+
+
+# ---- the cache ----
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunks", [[9], [1] * 9, [2, 3, 4], [8, 1]])
+def test_feeding_a_cache_chunk_by_chunk_equals_one_pass(shape, chunks):
+    model, tokens = tiny(SHAPES[shape]), some_tokens(2, 9)
+    cache, positions = empty_cache(model, 2, 12), torch.arange(9).expand(2, 9)
+    parts = [model(t, p, cache=cache) for t, p in zip(tokens.split(chunks, 1), positions.split(chunks, 1))]
+    close(torch.cat(parts, 1), model(tokens), "slot, mask or position of a cached token is off")
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 9], [9, 1, 3]])
+def test_ragged_prompts_in_a_cache_go_on_as_if_each_were_alone(lengths):
+    model, tokens, lengths = tiny(), some_tokens(3, 14), torch.tensor(lengths)
+    cache = empty_cache(model, 3, 14)
+    prompts = tokens[:, :9].clone()
+    prompts[torch.arange(9) >= lengths[:, None]] = 16  # right padding: seen by nobody, overwritten later
+    hidden = model(prompts, torch.arange(9).expand(3, 9), cache=cache)
+    for row, n in enumerate(lengths):
+        close(hidden[row, :n], model(tokens[row : row + 1, :n])[0], "prefill of a padded row")
+    for step in range(5):
+        at = lengths + step
+        new = model(tokens.gather(1, at[:, None]), at[:, None], cache=cache)
+        for row in range(3):
+            want = model(tokens[row : row + 1, : at[row] + 1])[0, -1]
+            close(new[row, 0], want, f"row {row} sees padding, or its position counts the longest row")
+
+
+def fed(model, tokens, slots=10):
+    cache = empty_cache(model, len(tokens), slots)
+    model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape), cache=cache)
+    return cache
+
+
+def step(model, cache, tokens, position):
+    return model(tokens, torch.full_like(tokens, position), cache=cache)[:, 0]
+
+
+def test_selected_rows_of_a_cache_go_on_as_copies():
+    model, tokens, new = tiny(), some_tokens(3, 5), some_tokens(4, 1, seed=9)
+    rows = torch.tensor([2, 0, 2, 1])
+    cache = fed(model, tokens)
+    for slots in (6, 10, 20):
+        part = cache.select(rows, slots)
+        want = model(torch.cat((tokens[rows], new), 1))[:, -1]
+        close(step(model, part, new, 5), want, f"rows or slots mixed up with {slots} slots")
+    want = model(torch.cat((tokens, new[:3]), 1))[:, -1]
+    step(model, part, new, 2)  # writes into the copy
+    close(step(model, cache, new[:3], 5), want, "select shares memory with the cache it copies from")
+
+
+def test_joined_caches_hold_the_rows_of_both_in_order():
+    model, new = tiny(), some_tokens(3, 1, seed=9)
+    first, second = some_tokens(2, 5, seed=3), some_tokens(1, 5, seed=4)
+    for slots in (7, 10, 13):
+        joined = fed(model, first).join(fed(model, second, slots))
+        want = model(torch.cat((torch.cat((first, second)), new), 1))[:, -1]
+        close(step(model, joined, new, 5), want, f"rows of caches with 10 and {slots} slots")
+    nobody = empty_cache(model, 0, 10)
+    close(step(model, nobody.join(fed(model, first)), new[:2], 5), model(torch.cat((first, new[:2]), 1))[:, -1])
+
+
+def test_rows_put_into_a_cache_replace_only_those():
+    model, tokens, new = tiny(), some_tokens(4, 5), some_tokens(4, 1, seed=9)
+    cache, others = fed(model, tokens), some_tokens(2, 5, seed=5)
+    cache.put(torch.tensor([3, 1]), fed(model, others))
+    tokens = torch.stack((tokens[0], others[1], tokens[2], others[0]))
+    close(step(model, cache, new, 5), model(torch.cat((tokens, new), 1))[:, -1], "put writes other rows")
+
+
+def test_the_remains_of_an_earlier_tenant_are_invisible():
+    model, tokens = tiny(), some_tokens(2, 10)
+    cache = fed(model, some_tokens(2, 10, seed=8))  # every slot is full of another row
+    for t in range(4):
+        close(step(model, cache, tokens[:, t : t + 1], t), model(tokens[:, : t + 1])[:, -1], "a stale slot is visible")
+
+
+# ---- numbers ----
+
+def test_initial_weights_depend_on_the_generator_alone():
+    def made(seed):
+        return Transformer(SHAPES["every option"]).init_weights(torch.Generator().manual_seed(seed)).state_dict()
+
+    first, second = made(0), made(0)  # the constructor has drawn other numbers for each of them
+    assert all(torch.equal(first[name], second[name]) for name in first), "a weight comes from the global generator"
+    assert not torch.equal(first["embed_tokens.weight"], made(1)["embed_tokens.weight"])
+    assert not torch.equal(first["layers.0.mlp.up_proj.weight"], first["layers.1.mlp.up_proj.weight"])
+
+
+def test_initial_weights_have_the_spread_that_is_promised():
+    config = ModelConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+                         num_attention_heads=4, qkv_bias=True)
+    model = Transformer(config).requires_grad_(False)
+    assert model.init_weights(torch.Generator().manual_seed(0)) is model
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:  # 0.5 / sqrt(64), and a quarter of it, 1 / sqrt(2 * 8), into the residual stream
+            want = 0.0625 / (4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            assert float(parameter.std()) == pytest.approx(want, rel=0.05), name
+
+
+def test_bfloat16_stays_near_float32_even_at_far_positions():
+    model = Transformer(replace(LLAMA, rope_theta=10000.0)).init_weights(torch.Generator().manual_seed(0))
+    tokens = some_tokens(2, 40)
+    with torch.no_grad():
+        for start in (0, 10_000):
+            positions = (start + torch.arange(40)).expand(2, 40)
+            wide = model.float()(tokens, positions)
+            narrow = model.bfloat16()(tokens, positions)
+            assert narrow.dtype == torch.bfloat16 and narrow.isfinite().all()
+            assert (narrow.float() - wide).abs().max() < 0.1, "angles in bfloat16 are off by whole turns"
+            model.float()
+
+
+def test_float32_is_within_rounding_of_float64():
+    model, tokens = tiny(SHAPES["every option"]), some_tokens(2, 12)
+    wide = model(tokens)
+    assert (model.float()(tokens) - wide).abs().max() < 1e-4
+
+
+def test_a_forward_changes_none_of_its_inputs():
+    model, tokens = tiny(), some_tokens(2, 6)
+    positions, documents = torch.arange(6).expand(2, 6).clone(), torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)
+    inputs = [tokens, positions, documents]
+    before = [x.clone() for x in inputs]
+    model(tokens)
+    model(tokens, positions)
+    model(tokens, documents=documents)
+    model(tokens, positions, cache=empty_cache(model, 2, 8))
+    hidden = model(tokens)
+    kept = hidden.clone()
+    model.logits(hidden)
+    assert all(torch.equal(x, y) for x, y in zip([*inputs, hidden], [*before, kept]))
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"head_dim": 5}, "head_dim 5 is odd"),
+    ({"hidden_size": 12}, "head_dim 3 is odd"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    ({"num_key_value_heads": 8}, "num_attention_heads 4 is not a multiple of num_key_value_heads 8"),
+])
+def test_a_shape_that_cannot_be_built_is_refused_with_its_numbers(options, said):
+    with pytest.raises(ValueError, match=said) as error:
+        replace(LLAMA, **{"head_dim": 0, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_heads_default_to_full_attention_of_the_hidden_size():
+    config = ModelConfig(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=4)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 4)
