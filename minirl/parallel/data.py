@@ -8,6 +8,7 @@ over ranks of means over microbatches would weigh a token by the company it happ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,14 @@ def all_reduce_max(value: Tensor, mesh: Mesh | None) -> Tensor:
 def barrier(mesh: Mesh) -> None:
     """Nobody goes on before everybody is here."""
     all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)
+
+
+def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
+    """What each replica has, in the order of the ranks: small things that can be pickled, such as names."""
+    values = [value] * mesh.dp
+    if mesh.dp > 1:
+        dist.all_gather_object(values, value, group=mesh.dp_group)
+    return values
 
 
 def _all_reduce(value: Tensor, mesh: Mesh | None, op: dist.ReduceOp) -> Tensor:
@@ -82,11 +91,12 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
 
 
 def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
-    """Sums (or maxima) over replicas -> Python floats."""
-    names = sorted(totals)
+    """Sums (or maxima) over replicas -> Python floats. A replica without rows has no names of its own to report."""
+    names = sorted(set().union(*gather_objects(list(totals), mesh)))
     if not names:
         return {}
-    values = torch.stack([totals[name] for name in names])
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    values = torch.stack([totals.get(name, zero) for name in names])
     sums, maxima = all_reduce_sum(values, mesh).tolist(), all_reduce_max(values, mesh).tolist()
     return {name: maxima[i] if name.startswith("max_") else sums[i] for i, name in enumerate(names)}
 

@@ -74,10 +74,11 @@ def init_mesh(device: str = "auto") -> Mesh:
     """Join the job that torchrun started (gloo on CPU, NCCL on GPU), or be a job of one. May be called twice."""
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     place = pick_device(device)
+    if "WORLD_SIZE" in os.environ:
+        die_with_parent()
     if world == 1:
         return Mesh(device=place)
     if not dist.is_initialized():
-        die_with_parent()
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
     return Mesh(dp=world, dp_rank=rank, dp_group=dist.group.WORLD, device=place)
 

@@ -1,0 +1,102 @@
+"""Real processes for tests: `run_ranks` is torchrun in miniature, `start` is for those that a test wants to kill.
+
+They are forked from a server that has imported torch once (a start costs a moment and not seconds) and nothing else
+has happened in, so that no thread or lock of pytest is copied. Results travel as pickled bytes, tensors included.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "pytest"])
+
+
+class RankError(Exception):
+    """One rank failed; the text holds its own traceback."""
+
+
+def start(function: Callable, *args, threads: int = 1, environment: dict[str, str] | None = None,
+          output: Path | None = None) -> BaseProcess:
+    """function(*args) in a process of its own, to be joined or killed. Its text goes to the file `output`."""
+    process = context.Process(target=_child, args=(function, args, threads, environment or {}, output), daemon=True)
+    process.start()
+    return process
+
+
+def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60) -> list[Any]:
+    """function(*args) on `world_size` ranks, which find each other as under torchrun. What each returned, in order.
+
+    RankError: a rank raised or died; TimeoutError: some were not done in `timeout` seconds. Either way all are gone.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # port 0: one that is free
+    environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    deadline = time.monotonic() + timeout
+    processes: dict[Connection, BaseProcess] = {}
+    results: dict[int, Any] = {}
+    try:
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            processes[reader] = start(_rank, writer, function, args,
+                                      environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            writer.close()  # or its end would never be seen
+        ranks = {reader: rank for rank, reader in enumerate(processes)}
+        while len(results) < world_size:
+            ready = wait([reader for reader, rank in ranks.items() if rank not in results],
+                         max(0.0, deadline - time.monotonic()))
+            if not ready:
+                running = [rank for rank in ranks.values() if rank not in results]
+                raise TimeoutError(f"ranks {running} of {world_size} were not done after {timeout} s")
+            failures = []  # the first is the cause: the others lost their partner
+            for reader in ready:
+                when, failure, results[ranks[reader]] = _receive(reader, processes[reader])
+                if failure:
+                    failures.append((when, f"rank {ranks[reader]} of {world_size}: {failure}"))
+            if failures:
+                raise RankError(min(failures)[1])
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _receive(reader: Connection, process: BaseProcess) -> tuple[float, str, Any]:
+    try:
+        return pickle.loads(reader.recv_bytes())
+    except EOFError:
+        process.join()
+        return time.monotonic(), f"died with exit code {process.exitcode}", None
+
+
+def _rank(writer: Connection, function: Callable, args: tuple) -> None:
+    try:
+        message = (0.0, "", function(*args))
+    except BaseException:  # SystemExit as well: a rank that leaves early is a failure
+        message = (time.monotonic(), traceback.format_exc(), None)
+    writer.send_bytes(pickle.dumps(message))
+    if dist.is_initialized() and not message[1]:
+        dist.destroy_process_group()
+
+
+def _child(function: Callable, args: tuple, threads: int, environment: dict[str, str], output: Path | None) -> None:
+    os.environ.update(environment, OMP_NUM_THREADS=str(threads))
+    torch.set_num_threads(threads)
+    if output:
+        with open(output, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    function(*args)
+    sys.stdout.flush()
