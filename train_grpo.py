@@ -23,7 +23,7 @@ from typing import Literal
 import train_sft
 from minirl.advantages import group_advantages
 from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
-from minirl.config import UserError, check_positive, run
+from minirl.config import UserError, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
@@ -86,7 +86,7 @@ class Config:
 
     def __post_init__(self):
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
-                       "lr", "save_every", "keep", "eval_problems", "cold_start_steps")
+                       "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -105,6 +105,7 @@ def main(config: Config) -> None:
     # ---- task
     env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
     max_new_tokens = config.max_new_tokens or env.max_new_tokens
+    replayed = share_of(Rollout.load(config.replay), mesh).to(mesh.device) if config.replay else None
 
     # ---- policy and frozen reference
     start_folder = open_run(config, mesh)
@@ -114,6 +115,8 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(init)
     policy = load_model(init, dtype, mesh.device)
     env = fit_to_context(env, tokenizer, policy.config.max_position_embeddings, config.drop_long_rows)
+    if mesh.is_main:
+        save_config(config, config.run_dir)
     if start_folder is None and mesh.is_main:  # step_0 is kept for good: it is the reference of a resumed run
         save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep)
     barrier(mesh)
@@ -125,7 +128,7 @@ def main(config: Config) -> None:
 
     # ---- resume
     start = 0
-    if start_folder:
+    if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
         tensors, state = load_checkpoint(start_folder)
         optimizer.load_state_tensors(tensors)
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
@@ -142,8 +145,8 @@ def main(config: Config) -> None:
         began = perf_counter()
 
         # (1) rollout: every prompt is answered group_size times
-        if config.replay:
-            rollout = share_of(Rollout.load(config.replay), mesh).to(mesh.device)
+        if replayed is not None:
+            rollout = replayed
         else:
             first = (step - 1) * config.prompts_per_step + share.start
             examples = env.sample(len(share), start=first)
@@ -195,12 +198,11 @@ def main(config: Config) -> None:
             "time/update": seconds - (sampled - began),
         }
         metrics["time/tokens_per_second"] = metrics["tokens"] / seconds
-        stopping = stop.requested(mesh)
-        last = stopping or step == config.steps
-        if last or (config.eval_every and step % config.eval_every == 0):
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens)
+        stopping = stop.requested(mesh)
         logger.log(step, metrics)
-        if last or step % config.save_every == 0:
+        if stopping or step == config.steps or step % config.save_every == 0:
             if mesh.is_main:
                 state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
                 save_checkpoint(config.run_dir, step, policy, tokenizer, optimizer.state_tensors(), state, config.keep)

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
-from minirl.config import check_positive, run
+from minirl.config import check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
 from minirl.evaluate import evaluate, sample_text
@@ -108,18 +108,21 @@ def main(config: Config) -> Path | None:
     guard = SkipCounter()
 
     # ---- resume
-    start = 0
+    start, end = 0, config.steps
     if start_folder:
         tensors, state = load_checkpoint(start_folder)
         optimizer.load_state_tensors(tensors)
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
+        end = start if state["solved"] else end  # a run that ended early is over
+    if mesh.is_main:
+        save_config(config, config.run_dir)
     columns = ["loss", "grad_norm", "lr", "tokens", "eval/accuracy"]
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main, config.log_every)
     stop = StopSignal()
 
     # ---- loop
-    folder = start_folder
-    for step in range(start + 1, config.steps + 1):
+    folder, stopping = start_folder, False
+    for step in range(start + 1, end + 1):
         began = perf_counter()
 
         # (1) the next examples, and what an expert did
@@ -150,23 +153,24 @@ def main(config: Config) -> Path | None:
             "skipped_steps": guard.skipped,
             "time/tokens_per_second": stats["tokens"] / (perf_counter() - began),
         }
-        stopping = stop.requested(mesh)
-        last = stopping or step == config.steps
-        if last or (config.eval_every and step % config.eval_every == 0):
+        solved = False
+        if step == end or (config.eval_every and step % config.eval_every == 0):
             metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens)
-            last = last or metrics["eval/accuracy"] >= config.until_accuracy
+            solved = metrics["eval/accuracy"] >= config.until_accuracy
+        stopping = stop.requested(mesh)
+        last = stopping or solved or step == end
         logger.log(step, metrics)
         if last or step % config.save_every == 0:
             folder = Path(config.run_dir) / f"step_{step}"
             if mesh.is_main:
-                state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+                state = {"step": step, "solved": solved, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
                 save_checkpoint(config.run_dir, step, policy, tokenizer, optimizer.state_tensors(), state, config.keep)
             barrier(mesh)
         if last:
             break
 
     stop.close()
-    if stop.received:
+    if stopping:
         return None
     if mesh.is_main:
         print("a held-out problem:", sample_text(policy, tokenizer, env, max_new_tokens))

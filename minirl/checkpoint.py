@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minirl.config import UserError, read_json, save_config, write_text
+from minirl.config import UserError, read_json, write_text
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import Mesh, barrier
 from minirl.tokenizer import Tokenizer
@@ -169,10 +169,10 @@ FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", 
 
 
 def open_run(config: Any, mesh: Mesh) -> Path | None:
-    """Enter the run folder `config.run_dir`: the checkpoint to resume from, or None for a new run.
+    """Look into the run folder `config.run_dir`: the checkpoint to resume from, or None for a new run.
 
-    Writes config.json. UserError, before anything is touched: the folder holds a run and --resume is not given, or it
-    is given and the run was started with other options.
+    Touches nothing, so that an option found wrong later leaves no folder behind. UserError: the folder holds a run
+    and --resume is not given, or it is given and the run was started with other options.
     """
     folder = latest_checkpoint(config.run_dir)
     if folder and not config.resume:
@@ -186,8 +186,6 @@ def open_run(config: Any, mesh: Mesh) -> Path | None:
                 raise UserError(f"the run in {config.run_dir} was started with {flag} {saved[name]!r}, not {value!r}: "
                                 f"resume with the same, or start afresh with another --run-dir")
     barrier(mesh)  # the first rank may write only when all have looked
-    if mesh.is_main:
-        save_config(config, config.run_dir)
     return folder
 
 
