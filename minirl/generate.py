@@ -137,13 +137,14 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
                      cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
     """
     context, device = policy.config.max_position_embeddings, policy.head_weight.device
-    check_prompts(prompts, context, max_new_tokens)
+    check_prompts(prompts, context)
+    check_options(temperature, top_k, top_p, max_new_tokens=max_new_tokens, group_size=group_size, max_rows=max_rows)
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     wide = torch.float64 if policy.head_weight.dtype == torch.float64 else torch.float32
     tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
     starts = [len(prompt) for prompt in prompts]  # where the current action of each row begins
     budget = torch.full((len(prompts),), max_new_tokens, device=device)
-    stops = StopStrings(stop, tokenizer, device)
+    stops = StopStrings(stop, tokenizer, policy.config.vocab_size, device)
 
     def end_action(row: int, token: int) -> bool:
         """Something may have ended with this token. True: the row goes on, perhaps after forced tokens."""
@@ -187,26 +188,40 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     return tapes.rollout(first_id, group_size)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context: int, max_new_tokens: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
     """Refuse, before any work, what cannot be sampled from."""
+    if not prompts:
+        raise UserError("there are no prompts: give at least one")
     for i, prompt in enumerate(prompts):
         if not 1 <= len(prompt) < context:
             raise UserError(f"prompt {i} has {len(prompt)} tokens: a context of {context} takes 1 to {context - 1}; "
                             f"shorten the prompt, or use a model with a longer context")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+
+
+def check_options(temperature: float, top_k: int, top_p: float, **counts: int) -> None:
+    """Refuse what is no distribution: top_p 0 would drop every token, and no room for a row waits for ever."""
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"{name} is {count}: it must be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature is {temperature}: it must be 0 (greedy) or above, and finite")
+    if top_k < 0:
+        raise UserError(f"top_k is {top_k}: it must be 0 (off) or above")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}: it must be above 0, and at most 1 (off)")
 
 
 class StopStrings:
     """Finds a stop string across token borders, in the tokens of one action only (never in the prompt)."""
 
-    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, device: torch.device):
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, vocab_size: int, device: torch.device):
         self.marks, self.tokenizer = [text.encode() for text in stop], tokenizer
         # A stop string is completed by a token that contains its last byte: look no further at all the others.
         last = {text[-1] for text in self.marks}
-        self.may_end = torch.zeros(tokenizer.vocab_size, dtype=torch.bool, device=device)  # (V,)
+        # vocab_size is the model's, which may have rows that no text is encoded to.
+        self.may_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # (V,)
         if last:
-            self.may_end[[i for i in range(tokenizer.vocab_size) if last & set(tokenizer.token_bytes(i))]] = True
+            self.may_end[[i for i in range(vocab_size) if last & set(tokenizer.token_bytes(i))]] = True
 
     def hit(self, action: Sequence[int]) -> bool:
         """Do the tokens of an action contain a stop string?"""
