@@ -107,7 +107,7 @@ class Rollout:
             values = [part[name] for part in parts]
             if name == "tokens":
                 values = [F.pad(value, (0, T - value.shape[1])) for value in values]
-            elif values[0].dim() == 2:
+            elif values[0].dim() == 2 and any(value.shape[1] > 1 for value in values):  # not (B, 1): one number a row
                 values = [F.pad(value, (0, T - 1 - value.shape[1])) for value in values]
             joined[name] = torch.cat(values)
         rollout = Rollout(**joined)
