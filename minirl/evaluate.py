@@ -24,7 +24,7 @@ def evaluate(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int,
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     if end > start:
         rollout = greedy(policy, tokenizer, env, start, end - start, max_new_tokens, max_rows)
-        sums += torch.stack([(rollout.rewards >= 1).sum(), rollout.action_mask.sum(), torch.tensor(end - start)])
+        sums[0], sums[1], sums[2] = (rollout.rewards >= 1).sum(), rollout.action_mask.sum(), end - start
     solved, tokens, count = all_reduce_sum(sums, mesh).tolist()
     return {"eval/accuracy": solved / count, "eval/response_length": tokens / count}
 

@@ -28,11 +28,11 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
 
-def row_length(tokenizer: Tokenizer, example: Example, solution: bool = False) -> int:
-    """Tokens of a prompt and the one that must follow it, or with solution=True of the expert's whole row."""
-    actions = example.solution if solution else ()
-    return len(prompt_tokens(tokenizer, example.prompt)) + 1 + sum(
-        len(tokenizer.encode(action, continued=True)) for action in actions)
+def row_length(env: Env, tokenizer: Tokenizer, example: Example, solution: bool = False) -> int:
+    """Tokens of a prompt and the one that must follow it, or with solution=True of the expert's row, tools included."""
+    if solution and example.solution:
+        return int(demonstrate(tokenizer, env, [example]).lengths[0])
+    return len(prompt_tokens(tokenizer, example.prompt)) + 1
 
 
 def longest_row(env: Env, tokenizer: Tokenizer) -> int:
@@ -41,8 +41,8 @@ def longest_row(env: Env, tokenizer: Tokenizer) -> int:
     Looks at every row of a data set, at the first thousand problems of an endless task.
     """
     examples = [example for split in ("train", "eval") for example in env.sample(env.size(split) or 1000, split=split)]
-    return max(max(row_length(tokenizer, example, True), row_length(tokenizer, example) + env.max_new_tokens)
-               for example in examples)
+    return max(max(row_length(env, tokenizer, example, solution=True),
+                   row_length(env, tokenizer, example) + env.max_new_tokens) for example in examples)
 
 
 def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = False, solutions: bool = False) -> Env:
@@ -52,7 +52,7 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
     solutions : the expert's whole row must fit, not only the prompt and one token
     """
     def fits(example: Example) -> bool:
-        return row_length(tokenizer, example, solutions) <= context
+        return row_length(env, tokenizer, example, solutions) <= context
 
     if drop and not hasattr(env, "only"):
         raise UserError(f"task {env.name} makes its own problems: leave --drop-long-rows out")
@@ -62,7 +62,7 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
         for i, example in enumerate(env.sample(env.size(split) or 1000, split=split)):
             if not fits(example):
                 raise UserError(f"{split} problem {i} ({example.prompt[:30]!r}...) needs "
-                                f"{row_length(tokenizer, example, solutions)} tokens, but the model's context is "
+                                f"{row_length(env, tokenizer, example, solutions)} tokens, but the model's context is "
                                 f"{context}: use --drop-long-rows, or a model with a longer context")
     return env
 
@@ -89,7 +89,8 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     starts = [len(prompt) for prompt in prompts for _ in range(group_size)]
     texts = [tokenizer.decode(row[start:length], continued=True) for row, start, length
              in zip(rollout.tokens.tolist(), starts, rollout.lengths.tolist(), strict=True)]
-    rewards = torch.tensor([sum(step.reward for step in row) for row in turns], dtype=torch.float32)
+    rewards = torch.tensor([sum(step.reward for step in row) for row in turns], dtype=torch.float32,
+                           device=rollout.tokens.device)
     return rollout.replace(rewards=rewards, texts=texts, turns=turns)
 
 
