@@ -119,6 +119,13 @@ def check_positive(config: Any, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be above 0")
 
 
+def check_not_negative(config: Any, *names: str) -> None:
+    """UserError for a field that is below 0, by the name of its flag."""
+    for name in names:
+        if not getattr(config, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be 0 or above")
+
+
 def save_config(config: Any, folder: str | Path) -> None:
     """Write config.json into `folder` (made if absent), whole or not at all."""
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minirl.config import UserError
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -47,10 +49,10 @@ class ModelConfig:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                             f"num_key_value_heads {self.num_key_value_heads}")
+            raise UserError(f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                            f"num_key_value_heads {self.num_key_value_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, make it even")
+            raise UserError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, make it even")
 
 
 class KVCache:
