@@ -113,10 +113,11 @@ def test_the_token_is_the_one_whose_slice_contains_u(u, token):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_equal_those_of_exact_fractions(V, dtype):
     generator = torch.Generator().manual_seed(V)
-    probs = torch.rand(40, V, generator=generator, dtype=torch.float64).to(dtype)
-    probs[torch.rand(40, V, generator=generator) < 0.4] = 0
+    B = 10 if V == 1000 else 40
+    probs = torch.rand(B, V, generator=generator, dtype=torch.float64).to(dtype)
+    probs[torch.rand(B, V, generator=generator) < 0.4] = 0
     probs[:, V // 2] = 0.3  # something is left
-    us = torch.rand(40, generator=generator, dtype=torch.float64)
+    us = torch.rand(B, generator=generator, dtype=torch.float64)
     got = inverse_cdf(probs, us)
     assert got.dtype == torch.int64
     for row, u, token in zip(probs.tolist(), us.tolist(), got.tolist()):
