@@ -23,7 +23,7 @@ from typing import Literal
 import train_sft
 from minirl.advantages import group_advantages
 from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
-from minirl.config import UserError, check_positive, run, save_config
+from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
@@ -50,8 +50,8 @@ class Config:
     replay: str = ""  # train on this saved rollout instead of sampling
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
-    cold_start_steps: int = 400  # most SFT updates on the expert's actions before RL; only without --init
-    cold_start_accuracy: float = 0.25  # the cold start ends early at this accuracy
+    cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_accuracy: float = 0.3  # the cold start ends early at this accuracy
     # task
     task: str = "addition"  # addition, calculator or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
@@ -71,13 +71,13 @@ class Config:
     eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
     # optimisation
-    steps: int = 100  # rollouts
+    steps: int = 150  # rollouts
     epochs: int = 1  # passes over each rollout
-    minibatches: int = 1  # optimizer updates a pass
+    minibatches: int = 4  # optimizer updates a pass
     microbatch_size: int = 512  # rows a forward pass
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 5e-4  # peak learning rate
     warmup_steps: int = 5  # rollouts of linear warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "constant"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
     weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
     # evaluation
@@ -87,6 +87,8 @@ class Config:
     def __post_init__(self):
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
                        "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps")
+        check_not_negative(self, "max_new_tokens", "eps_low", "eps_high", "kl_coef", "warmup_steps", "weight_decay",
+                           "max_grad_norm", "eval_every")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
-from minirl.config import check_positive, run, save_config
+from minirl.config import check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
 from minirl.evaluate import evaluate, sample_text
@@ -46,8 +46,8 @@ class Config:
     keep: int = 2  # newest checkpoints to keep, besides step_0
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new byte-level model of the sizes below
-    hidden_size: int = 64  # width of the residual stream
-    layers: int = 4  # number of blocks
+    hidden_size: int = 96  # width of the residual stream
+    layers: int = 2  # number of blocks
     heads: int = 4  # query heads
     kv_heads: int = 2  # key and value heads
     context: int = 0  # longest row in tokens; 0: twice what the task's examples need
@@ -58,9 +58,9 @@ class Config:
     drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
     difficulty: int = 2  # digits of an operand
     # optimisation
-    steps: int = 600  # optimizer updates
-    batch_size: int = 128  # examples an update, over all ranks
-    microbatch_size: int = 128  # examples a forward pass
+    steps: int = 1000  # optimizer updates
+    batch_size: int = 64  # examples an update, over all ranks
+    microbatch_size: int = 64  # examples a forward pass
     lr: float = 3e-3  # peak learning rate
     warmup_steps: int = 20  # updates of linear warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
@@ -74,7 +74,10 @@ class Config:
     max_new_tokens: int = 0  # longest answer in an evaluation; 0: the task's own
 
     def __post_init__(self):
-        check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "eval_problems")
+        check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "log_every",
+                       "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
+        check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every",
+                           "max_new_tokens")
 
 
 def main(config: Config) -> Path | None:
@@ -94,14 +97,15 @@ def main(config: Config) -> Path | None:
         tokenizer = load_tokenizer(start_folder or config.init)
         policy = load_model(start_folder or config.init, dtype, mesh.device)
         context = policy.config.max_position_embeddings
-        env = fit_to_context(env, tokenizer, context, config.drop_long_rows, solutions=True)
     else:
         tokenizer = ByteTokenizer()
         context = config.context or 2 * longest_row(env, tokenizer)
         shape = ModelConfig(tokenizer.vocab_size, config.hidden_size, 8 * config.hidden_size // 3, config.layers,
-                            config.heads, config.kv_heads, max_position_embeddings=context)
+                            config.heads, config.kv_heads, max_position_embeddings=context,
+                            rope_theta=100.0)  # rows are short: even the slow pairs should turn
         policy = Transformer(shape).init_weights(torch.Generator().manual_seed(config.seed))
         policy = policy.to(mesh.device, dtype)
+    env = fit_to_context(env, tokenizer, context, config.drop_long_rows, solutions=True)
 
     # ---- optimizer
     optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)

@@ -9,7 +9,7 @@ from minirl.env.base import Example, SingleTurn, check_split, counter_random, he
 
 
 class Addition:
-    """Sums of two integers of up to `difficulty` digits, a tenth held out; reward 1 for the exact answer."""
+    """Sums of two integers of `difficulty` digits, a tenth held out; reward 1 for the exact answer."""
 
     name = "addition"
     stop = ()  # an answer ends with EOS
@@ -18,10 +18,11 @@ class Addition:
         if difficulty < 1:
             raise UserError(f"difficulty {difficulty}: addition needs operands of 1 digit or more")
         self.difficulty, self.seed = difficulty, seed
+        self.numbers = range(10 ** (difficulty - 1) if difficulty > 1 else 0, 10**difficulty)
         self.max_new_tokens = difficulty + 2  # a sum of difficulty + 1 digits, and EOS
 
     def make(self, rng: Random) -> Example:
-        return problem(rng.randrange(10**self.difficulty), rng.randrange(10**self.difficulty))
+        return problem(rng.choice(self.numbers), rng.choice(self.numbers))
 
     def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
         if size := self.size(split):
@@ -35,7 +36,7 @@ class Addition:
     @cached_property
     def eval_examples(self) -> list[Example]:
         """Each held-out pair once. From 3 digits on (a million pairs) they are drawn: repeats are rare."""
-        examples = [problem(a, b) for a, b in product(range(10**self.difficulty), repeat=2)]
+        examples = [problem(a, b) for a, b in product(self.numbers, repeat=2)]
         examples = [example for example in examples if held_out(unordered(example))]
         return counter_random(self.seed, "eval", 0).sample(examples, len(examples))
 
