@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait starve others of few cores
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch.distributed", "pytest"])
 
