@@ -71,6 +71,17 @@ class Talk:
         return SimpleNamespace(prompt=example.prompt, step=step)
 
 
+class Recorder:
+    """An episode that keeps the actions it is given."""
+
+    def __init__(self, episode, actions):
+        self.episode, self.actions = episode, actions
+
+    def step(self, action):
+        self.actions.append(action)
+        return self.episode.step(action)
+
+
 LETTERS = Pieces(*"abcdefgh")
 
 
@@ -109,18 +120,19 @@ def test_a_policy_that_acts_as_the_expert_gives_the_experts_tape(make, task):
 def test_a_tokenizer_with_a_leading_space_and_bos_gives_one_tape_too(shared, make):
     tokenizer = load_tokenizer(shared / "models/stories260k")
     for task in ("calculator", "gsm8k"):
-        env = make(task)
+        env, judged = make(task), []
         examples = env.sample(12)
         expert = demonstrate(tokenizer, env, examples)
         assert all(row[0] == tokenizer.bos_id and row.count(tokenizer.bos_id) == 1 for row in rows(expert))
         policy = Reader(tokenizer.vocab_size, rows(expert), context=512)
+        env.reset = lambda example, reset=env.reset, judged=judged: Recorder(reset(example), judged)
         played = collect(policy, tokenizer, env, examples, max_new_tokens=256, temperature=0, max_rows=1)
         assert torch.equal(played.tokens, expert.tokens) and torch.equal(played.action_mask, expert.action_mask)
         for example, row, text, turns in zip(examples, rows(played), played.texts, played.turns):
             assert tokenizer.decode(row) == example.prompt + text, "a space is added or lost between prompt and answer"
             outputs = [turn.observation for turn in turns]
-            wanted = "".join(action + output for action, output in zip(example.solution, outputs))
-            assert text == wanted, "the environment judges another text than the policy wrote"
+            assert text == "".join(action + output for action, output in zip(example.solution, outputs))
+        assert judged == [action for example in examples for action in example.solution], "a space is lost"
 
 
 def test_an_answer_ends_before_the_model_invents_the_next_question(make):
@@ -323,10 +335,18 @@ def test_nine_of_ten_right_is_exactly_90_percent_on_any_number_of_ranks(monkeypa
         assert found == {"eval/accuracy": 0.9, "eval/response_length": 2.0}, "a mean of means over uneven shares"
 
 
+def test_each_row_of_a_group_is_judged_by_its_own_problem():
+    problems = Ten().sample(5, split="eval")
+    rollout = collect(NextLetter(TEN.vocab_size, {}), TEN, Ten(), problems, group_size=2, max_new_tokens=3)
+    assert rollout.rewards.tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 1], "episodes are in another order than the rows"
+
+
 def test_no_more_problems_are_evaluated_than_there_are():
     policy = NextLetter(TEN.vocab_size, {})
     assert evaluate(policy, TEN, Ten(), 5, Mesh())["eval/accuracy"] == 0.8
+    policy.headed.clear()
     assert evaluate(policy, TEN, Ten(), 1000, Mesh())["eval/accuracy"] == 0.9
+    assert policy.headed[0] == 10, "a problem is answered twice"
 
 
 def test_a_partial_reward_is_not_a_solved_problem():
