@@ -31,6 +31,7 @@ from minirl.tokenizer import load_tokenizer
 dist = pytest.mark.dist
 REPO = Path(__file__).resolve().parents[1]
 TRAINERS = {"train_sft": train_sft, "train_grpo": train_grpo}
+SFT_CONFIG = train_sft.Config
 TINY = dict(device="cpu", difficulty=1, eval_problems=8)
 SFT = TINY | dict(hidden_size=32, layers=2, steps=60, batch_size=64, microbatch_size=32, lr=1e-2, warmup_steps=5,
                   save_every=25, eval_every=30)
@@ -349,6 +350,11 @@ def sampled(run_dir: Path, step: int) -> list[tuple[int, int, float, list[int]]]
         *(x.tolist() for x in (rows.sample_ids, rows.group, rows.rewards, rows.tokens, rows.lengths)))]
 
 
+def small_cold_start(**options) -> train_sft.Config:
+    """In place of train_sft.Config: a model that takes less time than the default one."""
+    return SFT_CONFIG(**dict(hidden_size=32, layers=1) | options)
+
+
 def train(name: str, options: dict) -> None:
     TRAINERS[name].main(TRAINERS[name].Config(**options))
 
@@ -400,6 +406,7 @@ SFT_CHAIN = SFT | dict(steps=10, hidden_size=16, layers=1, batch_size=8, save_ev
 
 
 def train_until(name: str, options: dict, interrupt: Callable[[], None] | None) -> None:
+    train_sft.Config = small_cold_start
     if interrupt:
         interrupt()
     train(name, options)
@@ -543,7 +550,7 @@ def train_with_signal_to_rank_1(options: dict) -> None:
             self.received = os.environ["RANK"] == "1"
 
     train_sft.StopSignal = Signalled
-    train("train_grpo", options)
+    train_until("train_grpo", options, None)
 
 
 @dist
@@ -594,7 +601,8 @@ def test_gsm8k_runs_end_to_end_on_a_pretrained_model(shared, tmp_path):
 
 
 @pytest.mark.parametrize("task", ("gsm8k", "calculator"))
-def test_the_other_tasks_run_from_nothing(task, tmp_path, request):
+def test_the_other_tasks_run_from_nothing(task, tmp_path, request, monkeypatch):
+    monkeypatch.setattr(train_sft, "Config", small_cold_start)
     data = str(gsm8k_slice(request.getfixturevalue("shared"), tmp_path, 20, key=len)) if task == "gsm8k" else ""
     train_grpo.main(train_grpo.Config(
         run_dir=str(tmp_path / "run"), task=task, data=data, cold_start_steps=1, steps=2, prompts_per_step=2,
