@@ -120,7 +120,7 @@ def _restrict(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 Respond = Callable[[int, list[int]], list[int]]  # (row, tokens of the action, no EOS) -> tokens to force; []: the end
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, group_size: int = 1,
              max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
              first_id: int = 0, stop: Sequence[str] = (), respond: Respond | None = None,
@@ -146,26 +146,25 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     budget = torch.full((len(prompts),), max_new_tokens, device=device)
     stops = StopStrings(stop, tokenizer, policy.config.vocab_size, device)
 
-    def end_action(row: int, token: int) -> bool:
-        """Something may have ended with this token. True: the row goes on, perhaps after forced tokens."""
-        length = int(tapes.lengths[row])
-        full = int(budget[row]) == 0 or length == context
-        is_eos = token == tokenizer.eos_id
-        action = tapes.last(row, length - starts[row])
+    def end_action(row: int, tape: list[int], left: int) -> bool:
+        """Something may have ended with the tape's last token. True: the row goes on, perhaps after forced tokens."""
+        full = left == 0 or len(tape) == context
+        is_eos = tape[-1] == tokenizer.eos_id
+        action = tape[starts[row] :]
         ended = is_eos or stops.hit(action)
         if not ended and not full:
             return True
         forced = respond(row, action[:-1] if is_eos else action) if respond else []
         tapes.finished[row] = ended and not forced
-        if not forced or full or length + len(forced) >= context:
+        if not forced or full or len(tape) + len(forced) >= context:
             return False
         tapes.extend(row, forced, chosen=False)
-        starts[row] = length + len(forced)
+        starts[row] = len(tape) + len(forced)
         return True
 
     was_training = policy.training
     policy.eval()
-    batch, waiting = Batch(policy, tapes, max_new_tokens), list(range(len(prompts)))
+    batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
     while waiting or len(batch.rows):
         room = max_rows - len(batch.rows)
         if waiting and room > 0:
@@ -180,9 +179,11 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
         budget[rows] -= 1
         event = (tokens == tokenizer.eos_id) | stops.may_end[tokens] | (budget[rows] == 0) | (
             tapes.lengths[rows] == context)
-        for i in event.nonzero()[:, 0].tolist():
-            if not end_action(int(rows[i]), int(tokens[i])):
-                batch.alive[alive[i]] = False
+        event = event.nonzero()[:, 0]
+        if len(event):
+            rows = rows[event]
+            goes_on = map(end_action, rows.tolist(), tapes.read(rows), budget[rows].tolist())
+            batch.alive[alive[event]] = torch.tensor(list(goes_on), device=device)
         batch.settle()
     policy.train(was_training)
     return tapes.rollout(first_id, group_size)
@@ -229,15 +230,18 @@ class StopStrings:
         return any(mark in text for mark in self.marks)
 
 
+SLOTS = 16  # a cache grows by so many slots at a time
+
+
 class Batch:
     """The rows being decoded, and their cache: row number i of the cache belongs to tape number rows[i].
 
     Invariant, whenever `decode` is called: the cache has seen every token of a row's tape but the last.
     """
 
-    def __init__(self, policy: Transformer, tapes: Tapes, budget: int):
-        self.policy, self.tapes, self.budget = policy, tapes, budget
-        self.slots = min(int(tapes.lengths.max()) + budget, policy.config.max_position_embeddings)
+    def __init__(self, policy: Transformer, tapes: Tapes):
+        self.policy, self.tapes = policy, tapes
+        self.slots = 0  # tokens a row that the cache has room for
         self.device = tapes.tokens.device
         self.rows = torch.zeros(0, dtype=torch.int64, device=self.device)  # (R,)
         self.alive = torch.zeros(0, dtype=torch.bool, device=self.device)  # (R,) False: done, not yet cleared away
@@ -252,6 +256,7 @@ class Batch:
         first = {row // group_size: row for row in reversed(rows)}  # prompt -> the row that is prefilled
         place = {prompt: i for i, prompt in enumerate(first)}
         prefilled = torch.tensor(list(first.values()), device=self.device)
+        self._reserve(int(self.tapes.lengths[prefilled].max()))
         cache = self._empty_cache(len(first))
         self._feed(cache, prefilled, torch.zeros_like(prefilled))
         copies = torch.tensor([place[row // group_size] for row in rows], device=self.device)
@@ -262,13 +267,14 @@ class Batch:
         self.alive = torch.cat((self.alive, torch.ones_like(new, dtype=torch.bool)))
 
     def _reserve(self, slots: int) -> None:
-        slots = min(slots, self.policy.config.max_position_embeddings)
+        """Room for that many tokens a row, in steps of SLOTS: each copies the cache, but a snug one is read faster."""
         if slots > self.slots:
-            self.slots = slots
-            self.cache = self.cache.select(torch.arange(len(self.rows), device=self.device), slots)
+            self.slots = -(-slots // SLOTS) * SLOTS
+            self.cache = self.cache.resize(self.slots)
 
     def decode(self) -> Tensor:
         """Feed the last token of every row; logits of the next: (R, V)."""
+        self._reserve(int(self.seen.max()) + 1)
         last = self.tapes.tokens[self.rows, self.seen]
         hidden = self.policy(last[:, None], self.seen[:, None], cache=self.cache)
         self.seen = self.seen + self.alive
@@ -282,7 +288,7 @@ class Batch:
             self.rows, self.seen, self.alive = self.rows[kept], self.seen[kept], self.alive[kept]
         behind = (self.alive & (self.seen < self.tapes.lengths[self.rows] - 1)).nonzero()[:, 0]
         if len(behind):
-            self._reserve(int(self.tapes.lengths[self.rows].max()) + self.budget)
+            self._reserve(int(self.tapes.lengths[self.rows].max()))
             part = self.cache.select(behind, self.slots)
             self._feed(part, self.rows[behind], self.seen[behind])
             self.cache.put(behind, part)

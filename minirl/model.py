@@ -60,23 +60,26 @@ class KVCache:
 
     A slot is visible to a query when slot <= the query's position. Rows may therefore have different lengths: what
     lies beyond a row's own position (padding, or the remains of an earlier tenant) is invisible until a real token
-    overwrites it. Keys are kept transposed, as the product with the queries reads them.
+    overwrites it. Decoding reads the used part of every tensor once a token: keep `slots` not much larger than that,
+    since reading with gaps is slower than reading through.
     """
 
     def __init__(self, config: ModelConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device):
-        heads, size = config.num_key_value_heads, config.head_dim
-        self.keys = [torch.zeros(rows, heads, size, slots, dtype=dtype, device=device)
-                     for _ in range(config.num_hidden_layers)]  # (B, K, E, slots)
-        self.values = [torch.zeros(rows, heads, slots, size, dtype=dtype, device=device)
-                       for _ in range(config.num_hidden_layers)]  # (B, K, slots, E)
+        shape = rows, config.num_key_value_heads, slots, config.head_dim  # (B, K, slots, E), of each layer
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
 
     def select(self, rows: Tensor, slots: int) -> KVCache:
         """A copy of some rows (R,), in any order and with repeats, that holds the first `slots` slots of each."""
-        return self._map(lambda x, dim: _resized(x.index_select(0, rows), dim, slots))
+        return self._map(lambda x: _resized(x.index_select(0, rows), slots))
 
     def join(self, other: KVCache) -> KVCache:
-        """The rows of both, in a new cache."""
-        return self._map(lambda x, dim, y: torch.cat((x, _resized(y, dim, x.shape[dim]))), other)
+        """The rows of both, in a new cache as wide as this one."""
+        return self._map(lambda x, y: torch.cat((x, _resized(y, x.shape[2]))), other)
+
+    def resize(self, slots: int) -> KVCache:
+        """The same rows with another number of slots."""
+        return self._map(lambda x: _resized(x, slots))
 
     def put(self, rows: Tensor, other: KVCache) -> None:
         """Write the rows of `other` over the rows (R,) of this cache."""
@@ -84,19 +87,16 @@ class KVCache:
             mine[rows] = theirs
 
     def _map(self, function: Callable[..., Tensor], *others: KVCache) -> KVCache:
-        """A new cache, from function(x, the axis of its slots, ...) of every tensor x."""
+        """A new cache, from function(x, ...) of every tensor x and its counterparts."""
         new = KVCache.__new__(KVCache)
-        new.keys = [function(x, 3, *rest) for x, *rest in zip(self.keys, *(o.keys for o in others), strict=True)]
-        new.values = [function(x, 2, *rest) for x, *rest in zip(self.values, *(o.values for o in others), strict=True)]
+        new.keys = [function(*each) for each in zip(self.keys, *(o.keys for o in others), strict=True)]
+        new.values = [function(*each) for each in zip(self.values, *(o.values for o in others), strict=True)]
         return new
 
 
-def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    """Cut or extend (with zeros) one axis."""
-    have = x.shape[dim]
-    if size <= have:
-        return x.narrow(dim, 0, size)
-    return torch.cat((x, x.new_zeros(*x.shape[:dim], size - have, *x.shape[dim + 1 :])), dim)
+def _resized(x: Tensor, slots: int) -> Tensor:
+    """Cut or extend (with zeros) the axis of the slots: (B, K, any, E) -> (B, K, slots, E)."""
+    return x[:, :, :slots] if slots <= x.shape[2] else F.pad(x, (0, 0, 0, slots - x.shape[2]))
 
 
 class RMSNorm(nn.Module):
@@ -161,18 +161,18 @@ def rotate(x: Tensor, frame: Frame) -> Tensor:
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> Tensor:
     """Store k and v at their positions, then attend to every visible slot.
 
-    q: (B, T, H, E); k, v: (B, T, K, E); keys: (B, K, E, slots) and values: (B, K, slots, E) are written; returns
-    (B, T, H, E). Plain products over the used slots: for one query a row they cost less than the fused kernel.
+    q: (B, T, H, E); k, v: (B, T, K, E); keys, values: (B, K, slots, E) are written; returns (B, T, H, E). The H/K query
+    heads that share a key head go in as so many queries of one head: each key is read once.
     """
     B, T, H, E = q.shape
     K = k.shape[2]
     rows = torch.arange(B, device=q.device)[:, None]  # (B, 1), indexes with positions (B, T)
-    keys[rows, :, :, frame.positions] = k  # the indexed axes come first: (B, T, K, E)
-    values[rows, :, frame.positions] = v
-    keys, values = keys[..., : frame.used], values[:, :, : frame.used]
-    q = (q * E**-0.5).view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B, K, H/K * T, E)
-    weights = (q @ keys + frame.mask).softmax(-1)  # (B, K, H/K * T, used)
-    return (weights @ values).view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
+    keys.transpose(1, 2).index_put_((rows, frame.positions), k)
+    values.transpose(1, 2).index_put_((rows, frame.positions), v)
+    keys, values = keys[:, :, : frame.used], values[:, :, : frame.used]
+    q = q.view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B, K, H/K * T, E)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=frame.mask)
+    return out.view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
 class MLP(nn.Module):
@@ -235,19 +235,30 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V)."""
-        return F.linear(hidden, self.head_weight)
+        """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.
+
+        A bfloat16 logit near 20 is rounded by up to 0.06, and the first ratio of an update would be off by as much.
+        """
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(dtype), self.head_weight.to(dtype))
 
     def init_weights(self, generator: torch.Generator) -> Transformer:
-        """Normal with std 0.5 / sqrt(D), which is GPT-2's 0.02 at its width; less into the residual stream."""
-        std = 0.5 / math.sqrt(self.config.hidden_size)
+        """Normal, std 1 / sqrt(inputs): every projection keeps the scale of what it reads. Norms 1, biases 0.
+
+        Two exceptions: what is added to the residual stream is scaled down by sqrt(2 layers), as in GPT-2, and the
+        embedding by 2, since it is also the output matrix. (With 0.02 for all, attention starts so even that a small
+        model looks for its first pattern for hundreds of steps.)
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
-            else:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                depth = math.sqrt(2 * self.config.num_hidden_layers) if residual else 1.0
-                nn.init.normal_(parameter, std=std / depth, generator=generator)
+                continue
+            std = parameter.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * self.config.num_hidden_layers)
+            elif name == "embed_tokens.weight":
+                std /= 2
+            nn.init.normal_(parameter, std=std, generator=generator)
         return self
 
     def _frame(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,

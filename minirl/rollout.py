@@ -124,13 +124,14 @@ class Tapes:
     def __init__(self, prompts: Sequence[Sequence[int]], width: int, pad_id: int, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu"):
         self.pad_id = pad_id
-        self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)  # (N,)
-        self.tokens = torch.full((len(prompts), width), pad_id, device=device)  # (N, width)
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (N,)
+        longest = max(map(len, prompts))
+        width = max(width, longest)
+        padded = [[*prompt, *[pad_id] * (longest - len(prompt))] for prompt in prompts]
+        self.tokens = F.pad(torch.tensor(padded, device=device), (0, width - longest), value=pad_id)  # (N, width)
         self.chosen = torch.zeros(len(prompts), width, dtype=torch.bool, device=device)
         self.logprobs = torch.zeros(len(prompts), width, dtype=dtype, device=device)
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        for row, prompt in enumerate(prompts):
-            self.extend(row, prompt, chosen=False)
 
     def extend(self, row: int, tokens: Sequence[int], chosen: bool) -> None:
         """Append several tokens to one row: forced (prompt, tool output), or chosen by an expert."""
@@ -149,10 +150,10 @@ class Tapes:
         self.chosen[rows, at] = True
         self.lengths[rows] = at + 1
 
-    def last(self, row: int, count: int) -> list[int]:
-        """The last `count` tokens of a row."""
-        end = int(self.lengths[row])
-        return self.tokens[row, end - count : end].tolist()
+    def read(self, rows: Tensor) -> list[list[int]]:
+        """The tokens so far of each of `rows` (R,)."""
+        padded, lengths = self.tokens[rows].tolist(), self.lengths[rows].tolist()
+        return [tape[:length] for tape, length in zip(padded, lengths, strict=True)]
 
     def _reserve(self, width: int) -> None:
         extra = width - self.tokens.shape[1]
@@ -161,16 +162,17 @@ class Tapes:
             self.tokens = F.pad(self.tokens, (0, extra), value=self.pad_id)
             self.chosen, self.logprobs = F.pad(self.chosen, (0, extra)), F.pad(self.logprobs, (0, extra))
 
+    @torch.inference_mode(False)  # what is copied here may take part in autograd, wherever the tapes were written
     def rollout(self, first_id: int, group_size: int) -> Rollout:
         """The rows as a Rollout. Row r is sample first_id + r and answers prompt (first_id + r) // group_size."""
         T = int(self.lengths.max())
         ids = torch.arange(first_id, first_id + len(self.lengths), device=self.lengths.device)
         return Rollout(
-            tokens=self.tokens[:, :T],
-            action_mask=self.chosen[:, 1:T],
-            lengths=self.lengths,
+            tokens=self.tokens[:, :T].clone(),
+            action_mask=self.chosen[:, 1:T].clone(),
+            lengths=self.lengths.clone(),
             group=ids // group_size,
             sample_ids=ids,
-            old_logprobs=self.logprobs[:, 1:T],
-            finished=self.finished,
+            old_logprobs=self.logprobs[:, 1:T].clone(),
+            finished=self.finished.clone(),
         )
