@@ -11,9 +11,11 @@ from minirl.env.calculator import (
     Calculator,
     CalculatorError,
     calculate,
+    estimate,
     find_call,
     observe,
 )
+from minirl.rewards import numbers_equal
 
 VALUES = [
     ("1+2*3", "7"), ("(1+2)*3", "9"), ("12*34-56", "352"), ("7//2", "3"), ("-7//2", "-4"), ("7%3", "1"),
@@ -129,7 +131,8 @@ def test_the_last_turn_ends_the_row_even_with_a_call():
 
 @pytest.mark.parametrize("difficulty", [1, 2])
 def test_the_novice_calls_the_tool_now_and_then_and_is_otherwise_wrong(difficulty):
-    examples = Calculator(difficulty).sample(2000)
+    env = Calculator(difficulty)
+    examples = env.sample(2000)
     calls = [example for example in examples if len(example.solution) == 2]
     assert abs(len(calls) / 2000 - TOOL_SHARE) < 0.04
     for example in examples:
@@ -139,7 +142,8 @@ def test_the_novice_calls_the_tool_now_and_then_and_is_otherwise_wrong(difficult
             assert example.solution[1] == example.answer
         else:
             (guess,) = example.solution
-            assert guess != example.answer and len(guess) == len(example.answer)
+            assert guess == estimate(example.answer)
+            assert env.reset(example).step(guess).reward == 0, "a novice's estimate is paid"
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3, 5])
@@ -151,3 +155,8 @@ def test_a_row_of_the_expert_fits_the_budget_and_the_byte_context(difficulty):
         step = env.reset(example).step(f"<calc>{example.prompt[:-1]}</calc>")
         assert len(step.observation) == 3 * difficulty + 1, "the distance to the copy varies"
     assert difficulty > 2 or 3 * difficulty + 3 + env.max_new_tokens + 2 * (MAX_OBSERVATION + 1) <= 96
+
+
+def test_an_estimate_keeps_sign_and_size_and_is_never_the_answer():
+    assert [estimate(text) for text in ("27935", "-56", "7", "300")] == ["~20000", "~-50", "~7", "~300"]
+    assert not numbers_equal("~300", "300")

@@ -46,7 +46,7 @@ def test_the_expert_is_paid_when_its_solution_is_right_and_every_episode_ends(ma
             assert step.done == (turn == len(example.solution) - 1), "demonstration and episode disagree"
             assert bool(step.observation) != step.done, "text after the last action, or none after another"
             rewards.append(step.reward)
-        right = name != "calculator" or len(example.solution) == 2  # the novice's guesses are wrong
+        right = name != "calculator" or len(example.solution) == 2  # the novice's estimates are not paid
         assert sum(rewards) == float(right)
         paid += right
     assert paid > 10

@@ -111,7 +111,7 @@ def test_a_policy_that_acts_as_the_expert_gives_the_experts_tape(make, task):
     assert torch.equal(played.lengths, expert.lengths) and played.finished.all()
     assert said(BYTES, played) == [list(example.solution) for example in examples]
     for row, example in enumerate(examples):
-        right = task != "calculator" or len(example.solution) == 2  # the novice's guesses are wrong
+        right = task != "calculator" or len(example.solution) == 2  # the novice's estimates are not paid
         assert played.rewards[row] == float(right)
         assert BYTES.decode(rows(played)[row]) == example.prompt + played.texts[row]
         assert len(played.turns[row]) == len(example.solution)

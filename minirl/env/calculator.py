@@ -5,7 +5,7 @@ memory are bounded by what is accepted (a short text, small numbers), so no cloc
 
 The task takes two turns. After "12*34-56=" the policy writes "<calc>12*34-56</calc>", "352   \\n" is forced
 onto its tape, and it answers "352". Nobody tells it to: the demonstrations are those of a novice who calls
-the tool now and then (TOOL_SHARE) and otherwise guesses wrong, and only the right number is paid.
+the tool now and then (TOOL_SHARE) and otherwise estimates ("~300"), and only the right number is paid.
 """
 
 import ast
@@ -25,7 +25,7 @@ MAX_DEPTH = 100  # levels of the parse tree; 1+1+...+1 has one a term
 MAX_BITS = 4096  # of a numerator or denominator, a number of 1,233 digits: one operation takes microseconds
 MAX_OBSERVATION = 24  # characters that the task shows of a result, so that a row stays short
 
-TOOL_SHARE = 0.2  # of the demonstrations call the tool: about where success stands after the cold start
+TOOL_SHARE = 0.25  # of the demonstrations call the tool: about where success stands after the cold start
 OPEN, CLOSE = "<calc>", "</calc>"
 
 
@@ -155,14 +155,14 @@ class Calculator:
         self.max_new_tokens = call + 3 * difficulty + 2 + 8  # a call, a signed answer and EOS, some to waste
 
     def make(self, rng: Random) -> Example:
-        """A problem and a novice's way with it: mostly a guess, sometimes a call whose result is copied."""
+        """A problem and a novice's way with it: mostly an estimate, now and then a call whose result is copied."""
         a, b, c = (rng.randrange(10 ** (self.difficulty - 1), 10**self.difficulty) for _ in range(3))
         first, second = rng.sample(["*", rng.choice("+-*")], 2)
         expression = f"{a}{first}{b}{second}{c}"
         answer = calculate(expression)
         if rng.random() < TOOL_SHARE:
             return Example(expression + "=", answer, (OPEN + expression + CLOSE, answer))
-        return Example(expression + "=", answer, (wrong_guess(answer, rng),))
+        return Example(expression + "=", answer, (estimate(answer),))
 
     def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
         return sample_problems(self.make, self.seed, count, start, split)
@@ -176,9 +176,7 @@ class Calculator:
         return CalculatorEpisode(example.prompt, example.answer, width, self.max_turns)
 
 
-def wrong_guess(answer: str, rng: Random) -> str:
-    """Another number of the same sign and length."""
+def estimate(answer: str) -> str:
+    """The answer to one digit, marked as what it is: "27935" becomes "~20000", which no reward takes for a number."""
     sign, digits = ("-", answer[1:]) if answer.startswith("-") else ("", answer)
-    low, high = 10 ** (len(digits) - 1), 10 ** len(digits)
-    guess = str(rng.randrange(low, high))
-    return sign + (guess if guess != digits else str(low + (int(guess) - low + 1) % (high - low)))
+    return f"~{sign}{digits[0]}{'0' * (len(digits) - 1)}"
