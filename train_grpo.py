@@ -22,7 +22,7 @@ from typing import Literal
 
 import train_sft
 from minirl.advantages import group_advantages
-from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
+from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
@@ -50,8 +50,8 @@ class Config:
     replay: str = ""  # train on this saved rollout instead of sampling
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
-    cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
-    cold_start_accuracy: float = 0.3  # the cold start ends early at this accuracy
+    cold_start_steps: int = 600  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_accuracy: float = 0.4  # the cold start ends early at this accuracy
     # task
     task: str = "addition"  # addition, calculator or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
@@ -132,7 +132,7 @@ def main(config: Config) -> None:
     start = 0
     if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
         tensors, state = load_checkpoint(start_folder)
-        optimizer.load_state_tensors(tensors)
+        optimizer.load_state_tensors(restore_rng(tensors))
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
     columns = ["reward_mean", "reward_std", "zero_variance_groups", "approx_kl", "clip_frac", "kl_ref", "entropy",
                "response_length", "grad_norm", "eval/accuracy"]
@@ -206,8 +206,9 @@ def main(config: Config) -> None:
         logger.log(step, metrics)
         if stopping or step == config.steps or step % config.save_every == 0:
             if mesh.is_main:
+                tensors = optimizer.state_tensors() | rng_tensors()
                 state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, optimizer.state_tensors(), state, config.keep)
+                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep)
             barrier(mesh)
         if stopping:
             break
@@ -227,7 +228,7 @@ def cold_start(config: Config, is_main: bool) -> Path | None:
         print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
     same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems")
     return train_sft.main(train_sft.Config(
-        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=10,
+        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
         until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from minirl.checkpoint import load_checkpoint, load_model, open_run, save_checkpoint
+from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
@@ -115,7 +115,7 @@ def main(config: Config) -> Path | None:
     start, end = 0, config.steps
     if start_folder:
         tensors, state = load_checkpoint(start_folder)
-        optimizer.load_state_tensors(tensors)
+        optimizer.load_state_tensors(restore_rng(tensors))
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
         end = start if state["solved"] else end  # a run that ended early is over
     if mesh.is_main:
@@ -167,8 +167,9 @@ def main(config: Config) -> Path | None:
         if last or step % config.save_every == 0:
             folder = Path(config.run_dir) / f"step_{step}"
             if mesh.is_main:
+                tensors = optimizer.state_tensors() | rng_tensors()
                 state = {"step": step, "solved": solved, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, optimizer.state_tensors(), state, config.keep)
+                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep)
             barrier(mesh)
         if last:
             break

@@ -152,15 +152,6 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # transformers 5
 
 
-def check_same_model(saved: ModelConfig, config: ModelConfig) -> None:
-    """UserError if a run is resumed with another model, naming the fields that differ."""
-    ours, theirs = asdict(config), asdict(saved)
-    differ = [f"{name} {theirs[name]} (now {ours[name]})" for name in ours if ours[name] != theirs[name]]
-    if differ:
-        raise UserError(f"the checkpoint holds another model: {', '.join(differ)}; resume with that, or "
-                        "start in a new folder")
-
-
 # ---- the training state ----
 
 # What a resumed run may change: where and how it computes, and how long, but not what it computes.
@@ -249,11 +240,12 @@ def rng_tensors() -> dict[str, Tensor]:
     return state | ({"rng.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def restore_rng(tensors: dict[str, Tensor]) -> None:
-    """Continue the random numbers where `rng_tensors` left them."""
+def restore_rng(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Continue the random numbers where `rng_tensors` left them; returns the other tensors of the checkpoint."""
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"])
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
 
 
 # ---- the pieces ----
