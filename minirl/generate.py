@@ -129,7 +129,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
 
     prompts        : token ids, at least one each
     max_new_tokens : how many tokens a row may sample in all its turns; forced tokens do not count
-    first_id       : sample id of the first row; row number r is sample first_id + r
+    first_id       : sample id of the first row, a multiple of group_size; row number r is sample first_id + r
     stop           : strings that end an action as EOS does; the token that completes one is kept whole
     respond        : what follows an action (a tool's output); default: nothing, one action a row
     max_rows       : rows decoded at once; more wait their turn
@@ -139,54 +139,69 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     context, device = policy.config.max_position_embeddings, policy.head_weight.device
     check_prompts(prompts, context)
     check_options(temperature, top_k, top_p, max_new_tokens=max_new_tokens, group_size=group_size, max_rows=max_rows)
+    if first_id % group_size:
+        raise UserError(f"first_id {first_id} is not a multiple of group_size {group_size}: groups would mix prompts")
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     wide = torch.float64 if policy.head_weight.dtype == torch.float64 else torch.float32
     tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
-    starts = [len(prompt) for prompt in prompts]  # where the current action of each row begins
-    budget = torch.full((len(prompts),), max_new_tokens, device=device)
-    stops = StopStrings(stop, tokenizer, policy.config.vocab_size, device)
+    turns = Turns(tapes, tokenizer, StopStrings(stop, tokenizer, policy.config.vocab_size, device), respond,
+                  max_new_tokens, context)
+    batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
+    was_training = policy.training
+    policy.eval()  # dropout would make what is sampled another distribution than what is scored
+    try:
+        while waiting or len(batch.rows):
+            room = max_rows - len(batch.rows)
+            if waiting and room > 0:
+                batch.admit(waiting[:room], group_size)
+                waiting = waiting[room:]
+            logits = batch.decode()  # (R, V)
+            noise = uniform(seed, first_id + batch.rows, tapes.lengths[batch.rows])  # (R,)
+            tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
+            alive = batch.alive.nonzero()[:, 0]
+            tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
+            batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
+            batch.settle()
+    finally:
+        policy.train(was_training)
+    return tapes.rollout(first_id, group_size)
 
-    def end_action(row: int, tape: list[int], left: int) -> bool:
-        """Something may have ended with the tape's last token. True: the row goes on, perhaps after forced tokens."""
-        full = left == 0 or len(tape) == context
-        is_eos = tape[-1] == tokenizer.eos_id
-        action = tape[starts[row] :]
-        ended = is_eos or stops.hit(action)
+
+class Turns:
+    """When the action of a row ends, and what follows: the reply is forced on its tape, or the row is done."""
+
+    def __init__(self, tapes: Tapes, tokenizer: Tokenizer, stops: StopStrings, respond: Respond | None,
+                 max_new_tokens: int, context: int):
+        self.tapes, self.stops, self.respond = tapes, stops, respond
+        self.eos_id, self.context = tokenizer.eos_id, context
+        self.starts = tapes.lengths.tolist()  # where the current action of each row begins
+        self.budget = torch.full_like(tapes.lengths, max_new_tokens)  # (N,) tokens that a row may still sample
+
+    def go_on(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """After each of `rows` (R,) has sampled one of `tokens` (R,): which are not done yet? (R,) bool."""
+        self.budget[rows] -= 1
+        full = (self.budget[rows] == 0) | (self.tapes.lengths[rows] == self.context)
+        check = (full | (tokens == self.eos_id) | self.stops.may_end[tokens]).nonzero()[:, 0]  # the others surely go on
+        going = torch.ones_like(full)
+        if len(check):
+            each = zip(rows[check].tolist(), self.tapes.read(rows[check]), full[check].tolist(), strict=True)
+            going[check] = torch.tensor([self._end(*row) for row in each], device=rows.device)
+        return going
+
+    def _end(self, row: int, tape: list[int], full: bool) -> bool:
+        """If the action ended with the tape's last token, reply. True: the row goes on."""
+        is_eos = tape[-1] == self.eos_id
+        action = tape[self.starts[row] :]
+        ended = is_eos or self.stops.hit(action)
         if not ended and not full:
             return True
-        forced = respond(row, action[:-1] if is_eos else action) if respond else []
-        tapes.finished[row] = ended and not forced
-        if not forced or full or len(tape) + len(forced) >= context:
+        forced = self.respond(row, action[:-1] if is_eos else action) if self.respond else []
+        self.tapes.finished[row] = ended and not forced
+        if not forced or full or len(tape) + len(forced) >= self.context:
             return False
-        tapes.extend(row, forced, chosen=False)
-        starts[row] = len(tape) + len(forced)
+        self.tapes.extend(row, forced, chosen=False)
+        self.starts[row] = len(tape) + len(forced)
         return True
-
-    was_training = policy.training
-    policy.eval()
-    batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
-    while waiting or len(batch.rows):
-        room = max_rows - len(batch.rows)
-        if waiting and room > 0:
-            batch.admit(waiting[:room], group_size)
-            waiting = waiting[room:]
-        logits = batch.decode()  # (R, V)
-        noise = uniform(seed, first_id + batch.rows, tapes.lengths[batch.rows])  # (R,)
-        tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
-        alive = batch.alive.nonzero()[:, 0]
-        rows, tokens = batch.rows[alive], tokens[alive]
-        tapes.append(rows, tokens, logprobs[alive])
-        budget[rows] -= 1
-        event = (tokens == tokenizer.eos_id) | stops.may_end[tokens] | (budget[rows] == 0) | (
-            tapes.lengths[rows] == context)
-        event = event.nonzero()[:, 0]
-        if len(event):
-            rows = rows[event]
-            goes_on = map(end_action, rows.tolist(), tapes.read(rows), budget[rows].tolist())
-            batch.alive[alive[event]] = torch.tensor(list(goes_on), device=device)
-        batch.settle()
-    policy.train(was_training)
-    return tapes.rollout(first_id, group_size)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
@@ -216,6 +231,8 @@ class StopStrings:
     """Finds a stop string across token borders, in the tokens of one action only (never in the prompt)."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, vocab_size: int, device: torch.device):
+        if "" in stop:
+            raise UserError("a stop string is empty: it would end every action before it begins")
         self.marks, self.tokenizer = [text.encode() for text in stop], tokenizer
         # A stop string is completed by a token that contains its last byte: look no further at all the others.
         last = {text[-1] for text in self.marks}

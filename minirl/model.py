@@ -46,6 +46,9 @@ class ModelConfig:
     def __post_init__(self):
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if not self.head_dim and self.hidden_size % self.num_attention_heads:
+            raise UserError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads: "
+                            "use a multiple, or give head_dim")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
