@@ -20,6 +20,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
+import torch
+
 import train_sft
 from minirl.advantages import group_advantages
 from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
@@ -130,6 +132,7 @@ def main(config: Config) -> None:
 
     # ---- resume
     start = 0
+    torch.manual_seed(config.seed)  # forget what the cold start drew: a run resumed at step_0 has not drawn it
     if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
         tensors, state = load_checkpoint(start_folder)
         optimizer.load_state_tensors(restore_rng(tensors))

@@ -113,6 +113,7 @@ def main(config: Config) -> Path | None:
 
     # ---- resume
     start, end = 0, config.steps
+    torch.manual_seed(config.seed)
     if start_folder:
         tensors, state = load_checkpoint(start_folder)
         optimizer.load_state_tensors(restore_rng(tensors))

@@ -60,11 +60,13 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60) -
             if not ready:
                 running = [rank for rank in ranks.values() if rank not in results]
                 raise TimeoutError(f"ranks {running} of {world_size} were not done after {timeout} s")
-            failures = []  # the first is the cause: the others lost their partner
+            failures = []
             for reader in ready:
                 when, failure, results[ranks[reader]] = _receive(reader, processes[reader])
                 if failure:
                     failures.append((when, f"rank {ranks[reader]} of {world_size}: {failure}"))
+                    time.sleep(0.5)  # the first failure is the cause, the others lost their partner: hear them all
+                    ready.extend(wait([r for r in ranks if ranks[r] not in results and r not in ready], 0))
             if failures:
                 raise RankError(min(failures)[1])
     finally:
@@ -79,7 +81,7 @@ def _receive(reader: Connection, process: BaseProcess) -> tuple[float, str, Any]
         return pickle.loads(reader.recv_bytes())
     except EOFError:
         process.join()
-        return time.monotonic(), f"died with exit code {process.exitcode}", None
+        return 0.0, f"died with exit code {process.exitcode}", None
 
 
 def _rank(writer: Connection, function: Callable, args: tuple) -> None:

@@ -225,8 +225,8 @@ class WithSpare(Transformer):
 
     def __init__(self):
         super().__init__(ModelConfig(258, 16, 32, 1, 4, 2, max_position_embeddings=32))
-        self.spare = nn.Parameter(torch.ones(3, 2))
         self.init_weights(torch.Generator().manual_seed(0))
+        self.spare = nn.Parameter(torch.ones(3, 2))
 
 
 def five_updates(poison: str = "") -> dict:
@@ -243,7 +243,7 @@ def five_updates(poison: str = "") -> dict:
             if mesh.dp_rank == 0:
                 loss = loss + model.spare.square().sum()
             if step == 3 and mesh.dp_rank == 1 and poison == "loss":
-                loss = loss * math.nan
+                loss = loss + math.nan  # the gradient stays finite
             if step == 3 and mesh.dp_rank == 1 and poison == "gradient":
                 loss = loss + (out.logprobs.sum() * 0).clamp(min=0).sqrt()  # 0, with the slope of sqrt at 0
             return loss, {}
@@ -275,7 +275,7 @@ def test_a_nan_on_one_rank_skips_the_update_on_all_and_training_goes_on(poison):
         assert states[2] == states[1], "weights, averages and the optimizer's count stay as they were"
         assert states[3] != states[2] and states[4] != states[3]
         assert (result["skipped"], result["in_a_row"]) == (1, 0)
-        assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, False, True, True]
+        assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, poison == "loss", True, True]
     assert first["states"] == second["states"]
 
 

@@ -128,7 +128,7 @@ def test_from_a_shell_help_ends_with_0_and_a_wrong_value_with_2_and_one_line():
     jobs = [subprocess.Popen([sys.executable, *command.split()], cwd=REPO, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
     for job, code in zip(jobs, commands.values()):
-        out, err = job.communicate(timeout=60)
+        out, err = job.communicate(timeout=200)
         assert job.returncode == code, err
         if code:
             assert re.fullmatch(r"error: --group-size 1: .* at least 2\n", err) and not out
@@ -268,7 +268,7 @@ def test_sft_lowers_its_loss(sft_run):
 def test_grpo_raises_its_reward(grpo_run):
     rewards = [row["reward_mean"] for row in numbers(grpo_run) if "reward_mean" in row]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    assert len(rewards) == 25 and last > first + 0.1, (first, last)
+    assert len(rewards) == 25 and last > first + 0.05, (first, last)
 
 
 def test_sft_ends_early_at_the_accuracy_asked_for(tmp_path):
@@ -320,6 +320,16 @@ def test_every_checkpoint_opens_with_load_model(grpo_run, sft_run):
         model, tokenizer = load_model(folder), load_tokenizer(folder)
         hidden = model(torch.tensor([tokenizer.encode("1+2=")]))
         assert model.logits(hidden).isfinite().all() and model.config.hidden_size == 32
+
+
+def compiler_after_opening(folder: Path) -> bool:
+    load_model(folder)
+    return "torch._dynamo" in sys.modules
+
+
+@dist
+def test_opening_a_checkpoint_does_not_cost_the_import_of_the_compiler(sft_run):
+    assert run_ranks(compiler_after_opening, 1, sft_run / "step_60") == [False]
 
 
 def test_the_config_of_the_run_is_saved(grpo_run, sft_run):
