@@ -122,8 +122,9 @@ class Hint(NamedTuple):
 
 
 # Order matters only for printing. With one update a rollout the ratio is 1, so that clip_frac 0 is right and
-# nothing to remark on; approx_kl tells the two cases apart.
-OFF_POLICY = 1e-6
+# nothing to remark on; and who moves far (approx_kl) is not timid, however few tokens are clipped. A schedule's
+# last updates are meant to be small.
+TIMID = 1e-4, 5e-3
 HINTS = [
     Hint("reward_std", lambda m: m["reward_std"] == 0, (),
          "every sample scored the same, so there is nothing to learn from. Too hard or too easy, or answers "
@@ -137,7 +138,8 @@ HINTS = [
          "more than half of the tokens are clipped. Lower --lr or --epochs"),
     Hint("clip_frac", lambda m: 0.3 < m["clip_frac"] <= 0.5, (),
          "above 0.3: many tokens have no gradient left. A lower --lr or fewer --epochs may learn faster"),
-    Hint("clip_frac", lambda m: m["clip_frac"] < 0.1 and m["approx_kl"] > OFF_POLICY, ("approx_kl",),
+    Hint("clip_frac", lambda m: m["clip_frac"] < 0.1 and TIMID[0] < m["approx_kl"] < TIMID[1],
+         ("approx_kl",),
          "below 0.1: the updates are timid. If the reward is slow, raise --lr or --epochs"),
     Hint("kl_ref", lambda m: m["kl_ref"] > 10, (),
          "past 10 to 15 nats the policy forgets its reference. Raise --kl-coef, lower --lr, or stop here"),

@@ -123,7 +123,8 @@ def test_time_left_counts_only_the_steps_of_this_process(tmp_path, capsys):
     ({"approx_kl": 0.02}, None),
     ({"clip_frac": 0.51}, "clip_frac"),
     ({"clip_frac": 0.31}, "clip_frac"),
-    ({"clip_frac": 0.09}, "clip_frac"),
+    ({"clip_frac": 0.09, "approx_kl": 0.004}, "clip_frac"),
+    ({"clip_frac": 0.09, "approx_kl": 0.01}, None),                     # far enough, with few tokens clipped
     ({"clip_frac": 0.1}, None),
     ({"clip_frac": 0.0, "approx_kl": 0.0}, None),                     # one update a rollout: 0 is right
     ({"clip_frac": 0.0, "approx_kl": 1e-9}, None),                    # ... up to rounding
