@@ -52,7 +52,7 @@ class Config:
     replay: str = ""  # train on this saved rollout instead of sampling
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
-    cold_start_steps: int = 600  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.4  # the cold start ends early at this accuracy
     # task
     task: str = "addition"  # addition, calculator or gsm8k
@@ -77,7 +77,7 @@ class Config:
     epochs: int = 1  # passes over each rollout
     minibatches: int = 4  # optimizer updates a pass
     microbatch_size: int = 512  # rows a forward pass
-    lr: float = 8e-4  # peak learning rate
+    lr: float = 1e-3  # peak learning rate
     warmup_steps: int = 5  # rollouts of linear warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
     weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient

@@ -1,4 +1,4 @@
-"""Integer addition, "37+58=" to "95" in one turn: the smallest environment, and a pattern for others."""
+"""Integer addition, "07+58=" to "65" in one turn: the smallest environment, and a pattern for others."""
 
 from functools import cached_property
 from itertools import product
@@ -9,7 +9,7 @@ from minirl.env.base import Example, SingleTurn, check_split, counter_random, he
 
 
 class Addition:
-    """Sums of two integers of `difficulty` digits, a tenth held out; reward 1 for the exact answer."""
+    """Sums of two integers written with `difficulty` digits, a tenth held out; reward 1 for the exact answer."""
 
     name = "addition"
     stop = ()  # an answer ends with EOS
@@ -18,11 +18,14 @@ class Addition:
         if difficulty < 1:
             raise UserError(f"difficulty {difficulty}: addition needs operands of 1 digit or more")
         self.difficulty, self.seed = difficulty, seed
-        self.numbers = range(10 ** (difficulty - 1) if difficulty > 1 else 0, 10**difficulty)
         self.max_new_tokens = difficulty + 2  # a sum of difficulty + 1 digits, and EOS
 
     def make(self, rng: Random) -> Example:
-        return problem(rng.choice(self.numbers), rng.choice(self.numbers))
+        return self.problem(rng.randrange(10**self.difficulty), rng.randrange(10**self.difficulty))
+
+    def problem(self, a: int, b: int) -> Example:
+        # Zeros in front, so that a digit's place in the text is its place in the number: much easier to learn.
+        return Example(f"{a:0{self.difficulty}}+{b:0{self.difficulty}}=", str(a + b), (str(a + b),))
 
     def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
         if size := self.size(split):
@@ -36,16 +39,12 @@ class Addition:
     @cached_property
     def eval_examples(self) -> list[Example]:
         """Each held-out pair once. From 3 digits on (a million pairs) they are drawn: repeats are rare."""
-        examples = [problem(a, b) for a, b in product(self.numbers, repeat=2)]
+        examples = [self.problem(a, b) for a, b in product(range(10**self.difficulty), repeat=2)]
         examples = [example for example in examples if held_out(unordered(example))]
         return counter_random(self.seed, "eval", 0).sample(examples, len(examples))
 
     def reset(self, example: Example) -> SingleTurn:
         return SingleTurn(example.prompt, lambda action: float(action.removesuffix("\n") == example.answer))
-
-
-def problem(a: int, b: int) -> Example:
-    return Example(f"{a}+{b}=", str(a + b), (str(a + b),))
 
 
 def unordered(example: Example) -> str:
