@@ -103,7 +103,7 @@ def linear_layers(model: Transformer) -> None:
 
 GROUPS = {  # of operations, by what they are for
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear"),
-    "attention": ("aten::bmm", "aten::baddbmm", "aten::_softmax"),
+    "attention": ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_scaled_dot_product"),
     "cache writes": ("aten::index_put_", "aten::_index_put_impl_", "aten::scatter_", "aten::index_copy_"),
     "sampling": ("aten::_log_softmax", "aten::exp", "aten::sum", "aten::cumsum", "aten::searchsorted", "aten::gather",
                  "aten::bitwise", "aten::__rshift__", "aten::minimum"),
