@@ -73,12 +73,12 @@ class Config:
     eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
     # optimisation
-    steps: int = 180  # rollouts
+    steps: int = 240  # rollouts
     epochs: int = 1  # passes over each rollout
     minibatches: int = 4  # optimizer updates a pass
     microbatch_size: int = 512  # rows a forward pass
     lr: float = 1e-3  # peak learning rate
-    warmup_steps: int = 5  # rollouts of linear warm-up
+    warmup_steps: int = 10  # rollouts of linear warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
     weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never

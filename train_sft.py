@@ -49,7 +49,7 @@ class Config:
     hidden_size: int = 96  # width of the residual stream
     layers: int = 2  # number of blocks
     heads: int = 4  # query heads
-    kv_heads: int = 2  # key and value heads
+    kv_heads: int = 4  # key and value heads
     context: int = 0  # longest row in tokens; 0: twice what the task's examples need
     # task
     task: str = "addition"  # addition, calculator or gsm8k
@@ -61,7 +61,7 @@ class Config:
     steps: int = 1000  # optimizer updates
     batch_size: int = 64  # examples an update, over all ranks
     microbatch_size: int = 64  # examples a forward pass
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 2e-3  # peak learning rate
     warmup_steps: int = 20  # updates of linear warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
     weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
