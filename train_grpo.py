@@ -53,7 +53,7 @@ class Config:
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
-    cold_start_accuracy: float = 0.4  # the cold start ends early at this accuracy
+    cold_start_accuracy: float = 0.43  # the cold start ends early at this accuracy
     # task
     task: str = "addition"  # addition, calculator or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
@@ -73,7 +73,7 @@ class Config:
     eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
     # optimisation
-    steps: int = 240  # rollouts
+    steps: int = 300  # rollouts
     epochs: int = 1  # passes over each rollout
     minibatches: int = 4  # optimizer updates a pass
     microbatch_size: int = 512  # rows a forward pass

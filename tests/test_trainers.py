@@ -517,9 +517,9 @@ def test_killed_at_random_moments_a_run_resumes_to_the_bits_of_an_unbroken_one(t
 def test_sft_killed_at_random_moments_resumes_to_the_same_run(tmp_path):
     rng = random.Random(5)
     assert carry_out("train_sft", SFT_CHAIN | dict(run_dir=str(tmp_path / "unbroken")), []) == [0]
-    kills = [KillAt("broken", rng.randint(3, 40)) for _ in range(4)]
+    kills = [KillAt(text, rng.randint(1, 20)) for text in ("broken", "broken/step_6", "broken/step_9", "broken")]
     codes = carry_out("train_sft", SFT_CHAIN | dict(run_dir=str(tmp_path / "broken")), kills)
-    assert codes[-1] == 0 and codes.count(-signal.SIGKILL) >= 3, f"{codes} {text_of(tmp_path)}"
+    assert codes[-1] == 0 and codes.count(-signal.SIGKILL) == 4, f"{codes} {text_of(tmp_path)}"
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken", 10)
 
 
