@@ -158,7 +158,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
             logits = batch.decode()  # (R, V)
             noise = uniform(seed, first_id + batch.rows, tapes.lengths[batch.rows])  # (R,)
             tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
-            alive = batch.alive.nonzero()[:, 0]
+            alive = batch.living()
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
             batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
             batch.settle()
@@ -297,10 +297,14 @@ class Batch:
         self.seen = self.seen + self.alive
         return self.policy.logits(hidden[:, -1])
 
+    def living(self) -> Tensor | slice:
+        """Which rows are not done: an index, or simply all."""
+        return slice(None) if self.alive.all() else self.alive.nonzero()[:, 0]
+
     def settle(self) -> None:
         """After a step: clear away finished rows, and feed what was forced on the others."""
-        if 4 * int(self.alive.sum()) <= 3 * len(self.rows):  # copying the cache at every single end would cost more
-            kept = self.alive.nonzero()[:, 0]
+        kept = self.living()
+        if kept != slice(None) and 4 * len(kept) <= 3 * len(self.rows):  # copying at every single end would cost more
             self.cache = self.cache.select(kept, self.slots)
             self.rows, self.seen, self.alive = self.rows[kept], self.seen[kept], self.alive[kept]
         behind = (self.alive & (self.seen < self.tapes.lengths[self.rows] - 1)).nonzero()[:, 0]

@@ -123,7 +123,7 @@ class Frame:
     cos: Tensor  # (B or 1, T, 1, E)
     sin: Tensor  # (B or 1, T, 1, E); the first half negated, so that a rotation is x * cos + roll(x, E/2) * sin
     positions: Tensor  # (B or 1, T)
-    mask: Tensor | None  # additive (B, 1, T, T), or with a cache (B, 1, H/K * T, used); None: plain causal
+    mask: Tensor | None  # additive (B, 1, T, T), or with a cache (B, 1, H/K * T, used); None: plain causal, or all seen
     used: int = 0  # slots of the cache in use
 
 
@@ -170,13 +170,19 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tens
     """
     B, T, H, E = q.shape
     K = k.shape[2]
-    rows = torch.arange(B, device=q.device)[:, None]  # (B, 1), indexes with positions (B, T)
-    keys.transpose(1, 2).index_put_((rows, frame.positions), k)
-    values.transpose(1, 2).index_put_((rows, frame.positions), v)
-    keys, values = keys[:, :, : frame.used], values[:, :, : frame.used]
-    q = (q * E**-0.5).view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B, K, -1, E)  # (B, K, H/K * T, E)
-    weights = (q @ keys.transpose(2, 3) + frame.mask).softmax(-1)  # (B, K, H/K * T, used)
-    return (weights @ values).view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
+    if frame.mask is None:  # all rows write the same slot, the last in use
+        keys[:, :, frame.used - 1], values[:, :, frame.used - 1] = k[:, 0], v[:, 0]
+    else:
+        rows = torch.arange(B, device=q.device)[:, None]  # (B, 1), indexes with positions (B, T)
+        keys.transpose(1, 2).index_put_((rows, frame.positions), k)
+        values.transpose(1, 2).index_put_((rows, frame.positions), v)
+    keys, values = keys.flatten(0, 1)[:, : frame.used], values.flatten(0, 1)[:, : frame.used]  # (B * K, used, E)
+    q = (q * E**-0.5).view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B * K, -1, E)  # (B * K, H/K * T, E)
+    scores = torch.bmm(q, keys.transpose(1, 2))  # (B * K, H/K * T, used)
+    if frame.mask is not None:
+        scores = (scores.view(B, K, -1, frame.used) + frame.mask).flatten(0, 1)
+    out = torch.bmm(scores.softmax(-1), values)  # (B * K, H/K * T, E)
+    return out.view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
 class MLP(nn.Module):
@@ -286,8 +292,10 @@ class Transformer(nn.Module):
         sin = torch.cat((-sin, sin), -1)[:, :, None].to(dtype)
 
         if cache is not None:
-            used = int(positions.max()) + 1
-            positions = positions.expand(tokens.shape)
+            first, last = (int(p) for p in positions.aminmax())
+            used, positions = last + 1, positions.expand(tokens.shape)
+            if first == last:  # rows of one length, one token each: every slot in use is visible
+                return Frame(cos, sin, positions, None, used)
             slots = torch.arange(used, device=tokens.device)
             hidden = slots > positions[..., None]  # (B, T, used)
             repeats = config.num_attention_heads // config.num_key_value_heads
