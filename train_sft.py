@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
-from minirl.config import check_not_negative, check_positive, run, save_config
+from minirl.config import check_not_negative, check_positive, check_run, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
 from minirl.evaluate import evaluate, sample_text
@@ -72,10 +72,12 @@ class Config:
     eval_problems: int = 500  # held-out problems, answered greedily
     until_accuracy: float = 1.0  # stop early once an evaluation reaches this
     max_new_tokens: int = 0  # longest answer in an evaluation; 0: the task's own
+    max_rows: int = 4096  # rows decoded at once in an evaluation
 
     def __post_init__(self):
+        check_run(self)
         check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "log_every",
-                       "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
+                       "max_rows", "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
         check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every",
                            "max_new_tokens")
 
@@ -160,7 +162,7 @@ def main(config: Config) -> Path | None:
         }
         solved = False
         if step == end or (config.eval_every and step % config.eval_every == 0):
-            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens)
+            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows)
             solved = metrics["eval/accuracy"] >= config.until_accuracy
         stopping = stop.requested(mesh)
         last = stopping or solved or step == end

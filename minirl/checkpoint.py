@@ -154,7 +154,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 # ---- the training state ----
 
-# What a resumed run may change: where and how it computes, and how long, but not what it computes.
+# What a resumed run may change: where and how it computes, and how long (a schedule that falls is stretched with it).
 FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
                   "microbatch_size", "max_rows", "save_rollouts"}
 

@@ -20,6 +20,7 @@ import difflib
 import inspect
 import io
 import json
+import math
 import os
 import sys
 import textwrap
@@ -115,15 +116,23 @@ def field_comments(config_class: type) -> dict[str, tuple[str, str]]:
 def check_positive(config: Any, *names: str) -> None:
     """UserError for a field that is not above 0, by the name of its flag."""
     for name in names:
-        if not getattr(config, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be above 0")
+        if not 0 < getattr(config, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be above 0, and finite")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
     """UserError for a field that is below 0, by the name of its flag."""
     for name in names:
-        if not getattr(config, name) >= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be 0 or above")
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be 0 or above, and finite")
+
+
+def check_run(config: Any) -> None:
+    """UserError for a run folder without a name, or a seed that the generators cannot take."""
+    if not config.run_dir:
+        raise UserError("--run-dir is empty: name a folder")
+    if not 0 <= config.seed < 2**63:
+        raise UserError(f"--seed is {config.seed}: it must lie between 0 and 2^63 - 1")
 
 
 def save_config(config: Any, folder: str | Path) -> None:

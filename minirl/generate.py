@@ -304,7 +304,8 @@ class Batch:
     def settle(self) -> None:
         """After a step: clear away finished rows, and feed what was forced on the others."""
         kept = self.living()
-        if kept != slice(None) and 4 * len(kept) <= 3 * len(self.rows):  # copying at every single end would cost more
+        # When a quarter is done: copying the cache at every single end would cost more than it saves.
+        if isinstance(kept, Tensor) and 4 * len(kept) <= 3 * len(self.rows):
             self.cache = self.cache.select(kept, self.slots)
             self.rows, self.seen, self.alive = self.rows[kept], self.seen[kept], self.alive[kept]
         behind = (self.alive & (self.seen < self.tapes.lengths[self.rows] - 1)).nonzero()[:, 0]

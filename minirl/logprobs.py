@@ -1,4 +1,4 @@
-"""Log-probs of the tokens of a batch. The shift by one lives here and nowhere else.
+"""Log-probs of the tokens of a batch. The shift by one of what a model predicts lives here and nowhere else.
 
 A model that has read tokens[:, : s + 1] predicts tokens[:, s + 1]. `tokens` is (B, T); every other per-token
 tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the prediction of tokens[:, s + 1].

@@ -138,8 +138,8 @@ HINTS = [
          "more than half of the tokens are clipped. Lower --lr or --epochs"),
     Hint("clip_frac", lambda m: 0.3 < m["clip_frac"] <= 0.5, (),
          "above 0.3: many tokens have no gradient left. A lower --lr or fewer --epochs may learn faster"),
-    Hint("clip_frac", lambda m: m["clip_frac"] < 0.1 and TIMID[0] < m["approx_kl"] < TIMID[1],
-         ("approx_kl",),
+    Hint("clip_frac", lambda m: m["clip_frac"] < 0.1 and TIMID[0] < m["approx_kl"] < TIMID[1]
+         and m["reward_std"] > 0, ("approx_kl", "reward_std"),
          "below 0.1: the updates are timid. If the reward is slow, raise --lr or --epochs"),
     Hint("kl_ref", lambda m: m["kl_ref"] > 10, (),
          "past 10 to 15 nats the policy forgets its reference. Raise --kl-coef, lower --lr, or stop here"),

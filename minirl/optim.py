@@ -6,7 +6,7 @@ One update of a trainer reads
     guard.step(optimizer, grad_norm, lr=lr_at(step, total_steps, peak), loss=loss)
     optimizer.zero_grad()
 
-`step` counts optimizer updates, never microbatches or ranks: the schedule of a run stays the same
+`step` counts steps of the trainer (rollouts in GRPO), never microbatches or ranks: the schedule of a run stays the same
 whatever its microbatch size and world size.
 """
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -100,7 +101,12 @@ class Rollout:
         files = sorted(Path(path).glob("rank_*.safetensors")) if Path(path).is_dir() else [Path(path)]
         if not files or not files[0].is_file():
             raise UserError(f"no rollout at {path}: write one with --save-rollouts")
-        parts = [load_file(str(file)) for file in files]
+        try:
+            parts = [load_file(str(file)) for file in files]
+        except SafetensorError as error:
+            raise UserError(f"{path} is no saved rollout ({error}): write one with --save-rollouts") from None
+        if not {"tokens", "action_mask", "lengths"} <= parts[0].keys():
+            raise UserError(f"{path} holds no rollout but {sorted(parts[0])[:3]}: write one with --save-rollouts")
         T = max(part["tokens"].shape[1] for part in parts)
         joined = {}
         for name in parts[0]:

@@ -479,7 +479,9 @@ start = time.perf_counter()
 save(1)
 duration = time.perf_counter() - start
 chance, reached = random.Random(0), 1
-for _ in range(12):
+for kills in range(100):
+    if kills >= 12 and reached > 1:  # on a busy machine it takes more than 12 until a save comes through
+        break
     child = os.fork()
     if child == 0:
         for step in range(reached, 10**6):

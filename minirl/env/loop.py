@@ -58,12 +58,13 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
         raise UserError(f"task {env.name} makes its own problems: leave --drop-long-rows out")
     if drop:
         env = env.only(fits)
+    remedy = "leave such problems out with --drop-long-rows, or " if hasattr(env, "only") else ""
     for split in ("train", "eval"):
         for i, example in enumerate(env.sample(env.size(split) or 1000, split=split)):
             if not fits(example):
                 raise UserError(f"{split} problem {i} ({example.prompt[:30]!r}...) needs "
                                 f"{row_length(env, tokenizer, example, solutions)} tokens, but the model's context is "
-                                f"{context}: use --drop-long-rows, or a model with a longer context")
+                                f"{context}: {remedy}use a model with a longer context")
     return env
 
 

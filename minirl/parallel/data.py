@@ -23,12 +23,12 @@ LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
 
 
 def all_reduce_sum(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The sum over replicas, in a new tensor."""
+    """The sum over replicas; the input is left as it is."""
     return _all_reduce(value, mesh, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The maximum over replicas, in a new tensor."""
+    """The maximum over replicas; the input is left as it is."""
     return _all_reduce(value, mesh, dist.ReduceOp.MAX)
 
 

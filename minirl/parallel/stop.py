@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 
 import torch
@@ -9,22 +10,29 @@ import torch
 from minirl.parallel.data import all_reduce_max
 from minirl.parallel.mesh import Mesh
 
+GRACE = 3.0
+
 
 class StopSignal:
-    """After a first SIGTERM or Ctrl-C, `requested` is True on every rank; a second one interrupts at once.
+    """After a first SIGTERM or Ctrl-C, `requested` is True on every rank; a later one interrupts at once.
+
+    Within GRACE seconds a second signal is taken for the first: a terminal sends Ctrl-C to the whole process group, and
+    torchrun passes on to its workers what it got itself.
 
     A StopSignal made while another is in force (the cold start inside a trainer) passes the signal on to it.
     """
 
     def __init__(self):
         self.received = False
+        self.when = 0.0
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        if self.received and time.monotonic() - self.when > GRACE:
             raise KeyboardInterrupt
-        self.received = True
+        if not self.received:
+            self.received, self.when = True, time.monotonic()
         outer = self.before[number]
         if isinstance(getattr(outer, "__self__", None), StopSignal):
             outer(number, frame)
