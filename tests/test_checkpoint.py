@@ -487,7 +487,7 @@ for kills in range(100):
         for step in range(reached, 10**6):
             save(step)
             save(step)
-    time.sleep(chance.uniform(0.0, 3.0) * duration)
+    time.sleep(chance.uniform(0.0, 3.0 + kills) * duration)  # a new step is the third save of a child
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     folder = latest_checkpoint(run)
