@@ -50,6 +50,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, want_entropy):
+        """hidden (N, D), weight (V, D), targets (N,) -> logprobs (N,), entropy (N,) or None."""
         lse, logprobs = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))  # (N,)
         entropy = hidden.new_empty(len(hidden)) if want_entropy else None
         for rows in _chunks(hidden, weight):
@@ -67,6 +68,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
+        """Makes each chunk's logits again; weight's gradient (V, D) is summed over the chunks."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / ctx.temperature
         grad_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature

@@ -142,6 +142,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, frame: Frame, cache: KVCache | None, layer: int) -> Tensor:
+        """x: (B, T, D) -> (B, T, D). With a cache, keys and values of x are written to its number `layer`."""
         B, T, _ = x.shape
         q = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), frame)  # (B, T, H, E)
         k = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), frame)  # (B, T, K, E)
