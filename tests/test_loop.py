@@ -249,7 +249,7 @@ def test_problems_that_do_not_fit_are_named_or_dropped(make):
     need = [row_length(env, BYTES, example) for example in env.sample(18) + env.sample(2, split="eval")]
     assert fit_to_context(env, BYTES, max(need)) is env
     with pytest.raises(UserError, match=rf"eval problem 1 \('Question: What is 19.*needs {max(need)} tokens, but the "
-                                        rf"model's context is {max(need) - 1}: leave such problems out with --drop") as error:
+                                        rf"model's context is {max(need) - 1}: leave such problems out with") as error:
         fit_to_context(env, BYTES, max(need) - 1)
     assert "\n" not in str(error.value)
     smaller = fit_to_context(env, BYTES, max(need) - 1, drop=True)
