@@ -66,7 +66,7 @@ METRICS = {
                "a lower `--lr`, a higher `--eps-high`, a higher `--temperature`"),
         Metric("ratio_max_deviation", "ratio-1", ".1e", "unitless",
                "largest |ratio - 1| in the first pass over a fresh rollout, where the policy has not moved",
-               "1e-5 or less in float32 (rounding grows with length and depth), 1e-12 in float64, about 1e-2 in bfloat16",
+               "1e-5 or less in float32 (rounding grows with depth), 1e-12 in float64, about 1e-2 in bfloat16",
                "larger: sampler and trainer disagree about the policy: temperature, mask, positions, weights",
                "a bug in the code, not a setting: compare both log-probs of one row, token by token"),
     ],
