@@ -117,8 +117,8 @@ def main(config: Config) -> None:
     init = start_folder or config.init or cold_start(config, mesh.is_main)
     if init is None:
         return  # stopped during the cold start, which --resume goes on with
-    tokenizer = load_tokenizer(init)
     policy = load_model(init, dtype, mesh.device)
+    tokenizer = load_tokenizer(init)
     env = fit_to_context(env, tokenizer, policy.config.max_position_embeddings, config.drop_long_rows)
     if mesh.is_main:
         save_config(config, config.run_dir)

@@ -96,8 +96,8 @@ def main(config: Config) -> Path | None:
 
     # ---- model
     if start_folder or config.init:
-        tokenizer = load_tokenizer(start_folder or config.init)
         policy = load_model(start_folder or config.init, dtype, mesh.device)
+        tokenizer = load_tokenizer(start_folder or config.init)
         context = policy.config.max_position_embeddings
     else:
         tokenizer = ByteTokenizer()
