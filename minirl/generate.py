@@ -33,11 +33,20 @@ def uniform(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     sample_ids, positions : (B,) int64
     returns               : (B,) float64
 
-    Two rounds of the splitmix64 finaliser (Steele et al. 2014) over the three counters; int64 arithmetic wraps.
+    Rounds of the splitmix64 finaliser (Steele et al. 2014) over the three counters; int64 arithmetic wraps.
     """
+    return draw(stream(seed, sample_ids), positions)
+
+
+def stream(seed: int, sample_ids: Tensor) -> Tensor:
+    """The half of `uniform` that is the same for all tokens of a sample: (B,) int64 -> (B,) int64."""
     key = _mix(torch.full_like(sample_ids, seed) + _GOLDEN) + sample_ids
-    bits = _mix(_mix(key + _GOLDEN) + positions)
-    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+    return _mix(key + _GOLDEN)
+
+
+def draw(streams: Tensor, positions: Tensor) -> Tensor:
+    """The other half of `uniform`: number `positions` (B,) of each stream (B,), float64."""
+    return _shift(_mix(streams + positions), 11).to(torch.float64) * 2.0**-53
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the odd constants of splitmix64, as signed 64-bit integers
@@ -147,6 +156,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     turns = Turns(tapes, tokenizer, StopStrings(stop, tokenizer, policy.config.vocab_size, device), respond,
                   max_new_tokens, context)
     batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
+    streams = stream(seed, first_id + torch.arange(len(prompts), device=device))  # (N,)
     was_training = policy.training
     policy.eval()  # dropout would make what is sampled another distribution than what is scored
     try:
@@ -156,7 +166,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
                 batch.admit(waiting[:room], group_size)
                 waiting = waiting[room:]
             logits = batch.decode()  # (R, V)
-            noise = uniform(seed, first_id + batch.rows, tapes.lengths[batch.rows])  # (R,)
+            noise = draw(streams[batch.rows], batch.seen)  # (R,)
             tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
             alive = batch.living()
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
@@ -175,12 +185,11 @@ class Turns:
         self.tapes, self.stops, self.respond = tapes, stops, respond
         self.eos_id, self.context = tokenizer.eos_id, context
         self.starts = tapes.lengths.tolist()  # where the current action of each row begins
-        self.budget = torch.full_like(tapes.lengths, max_new_tokens)  # (N,) tokens that a row may still sample
+        self.limits = (tapes.lengths + max_new_tokens).clamp(max=context)  # (N,) the length at which a row is cut
 
     def go_on(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """After each of `rows` (R,) has sampled one of `tokens` (R,): which are not done yet? (R,) bool."""
-        self.budget[rows] -= 1
-        full = (self.budget[rows] == 0) | (self.tapes.lengths[rows] == self.context)
+        full = self.tapes.lengths[rows] == self.limits[rows]
         check = (full | (tokens == self.eos_id) | self.stops.may_end[tokens]).nonzero()[:, 0]  # the others surely go on
         going = torch.ones_like(full)
         if len(check):
@@ -201,6 +210,7 @@ class Turns:
             return False
         self.tapes.extend(row, forced, chosen=False)
         self.starts[row] = len(tape) + len(forced)
+        self.limits[row] = min(int(self.limits[row]) + len(forced), self.context)  # forced tokens do not count
         return True
 
 
