@@ -144,9 +144,10 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     if (kind != "qwen2" and config.qkv_bias != config.output_bias) or (kind != "llama" and config.mlp_bias):
         options = {name: getattr(config, name) for name in ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")}
         raise UserError(f"no Hugging Face architecture combines {options}")
-    fields = asdict(config)
-    for name in ("qkv_bias", "output_bias", "qk_norm"):
-        del fields[name]
+    fields = {name: getattr(config, name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+        "tie_word_embeddings", "mlp_bias")}
     return {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", **fields,
             "attention_bias": config.qkv_bias,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # transformers 5

@@ -5,27 +5,36 @@
 
 B rows, T tokens, D hidden size, V vocabulary, H query heads, K key/value heads (H is a multiple of K), E head size.
 
-Modules and config fields carry the names that Hugging Face checkpoints use, so that opening a checkpoint is a copy
-and not a translation. What is deliberately absent: losses, padding masks, dropout, and anything distributed. Rows are
-padded on the right, and a causal model cannot look there: the padded tail needs no mask, only a loss that skips it.
+Modules and config fields carry the names that Llama's Hugging Face checkpoints use, so that opening one is a copy and
+not a translation (`checkpoint.py` has a table for its relatives). What is deliberately absent: losses, padding masks,
+dropout, and anything distributed. Rows are padded on the right, and a causal model cannot look there: the padded tail
+needs no mask, only a loss that skips it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minirl.config import UserError
+from minirl.rope import RopeScaling, Rotary, limit
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. Field names are those of a Hugging Face `config.json`, biases and q/k norm apart."""
+    """The shape of a model. Field names are those of a Hugging Face `config.json` wherever it has one.
+
+    The defaults are Llama's; behind each option stands who needs it.
+    """
 
     vocab_size: int
     hidden_size: int  # D
@@ -35,27 +44,98 @@ class ModelConfig:
     num_key_value_heads: int = 0  # K; 0: as many as query heads
     head_dim: int = 0  # E; 0: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048  # longest context in tokens
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
     tie_word_embeddings: bool = True
+    # what a layer looks like
     qkv_bias: bool = False  # Qwen2
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm on each query and key head
+    hidden_act: str = "silu"  # one of ACTIVATIONS; Gemma: gelu_pytorch_tanh
+    gated_mlp: bool = True  # GPT-2: no gate
+    norm: str = "rms"  # "gemma": RMSNorm that stores weight - 1; "layer": LayerNorm (GPT-2)
+    rms_norm_eps: float = 1e-5  # of every norm
+    norm_placement: str = "pre"  # f(norm(x)); "post": norm(f(x)) (OLMo 2); "both": norm(f(norm(x))) (Gemma 2, 3)
+    qk_norm: bool = False  # norm on each query and key head (Qwen3, Gemma 3),
+    qk_norm_across_heads: bool = False  # or one over all of them (OLMo 2)
+    query_pre_attn_scalar: float = 0.0  # scores are divided by its square root; 0: head_dim
+    attn_logit_softcapping: float = 0.0  # c: a score z becomes c tanh(z / c) (Gemma 2); 0: off
+    final_logit_softcapping: float = 0.0  # the same for the logits
+    scale_embedding: bool = False  # times sqrt(hidden_size) (Gemma)
+    # where a token stands
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None  # how a longer context was reached
+    rope_local_base_freq: float = 0.0  # theta of layers with a window, without scaling (Gemma 3); 0: as the others
+    partial_rotary_factor: float = 1.0  # share of a head's components that turn (Phi-4)
+    no_rope_layers: tuple[int, ...] = ()  # 1 or 0 a layer; 0: no rotation (SmolLM3); (): all layers turn
+    learned_positions: bool = False  # an embedding of each position, instead of rotations (GPT-2)
+    # what a token sees
+    sliding_window: int = 0  # itself and the window - 1 tokens before it (Mistral); 0: all before it
+    layer_types: tuple[str, ...] = ()  # "sliding_attention" or "full_attention" a layer; (): all the same
+    # what it was called
+    model_type: str = field(default="", compare=False)  # Hugging Face's name; "": found by the options
 
     def __post_init__(self):
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "max_position_embeddings", "rope_theta", "partial_rotary_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} {getattr(self, name)} must be above 0, and finite")
+        for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "query_pre_attn_scalar",
+                     "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq", "sliding_window"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} {getattr(self, name)} must be 0 (the default) or above, and finite")
+        for name, choices in (("hidden_act", (*ACTIVATIONS,)), ("norm", NORMS), ("norm_placement", PLACEMENTS)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} {getattr(self, name)!r} is not supported: supported are {[*choices]}")
         if not self.num_key_value_heads:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        if not self.head_dim and self.hidden_size % self.num_attention_heads:
-            raise UserError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads: "
+            object.__setattr__(self, "num_key_value_heads", heads)
+        if heads % self.num_key_value_heads:
+            raise UserError(f"num_attention_heads {heads} is not a multiple of "
+                            f"num_key_value_heads {self.num_key_value_heads}")
+        if not self.head_dim and self.hidden_size % heads:
+            raise UserError(f"hidden_size {self.hidden_size} does not divide into {heads} heads: "
                             "use a multiple, or give head_dim")
         if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                            f"num_key_value_heads {self.num_key_value_heads}")
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, make it even")
+        if self.partial_rotary_factor > 1 or self.rotary_size < 2 or self.rotary_size % 2:
+            raise UserError(f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_size} of "
+                            f"{self.head_dim} components: rotary embeddings turn pairs, make it even")
+        for name, choices in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
+            each = getattr(self, name)
+            if each and (len(each) != layers or not {*each} <= {*choices}):
+                raise UserError(f"{name} must hold {choices[0]!r} or {choices[1]!r} for each of {layers} layers, "
+                                f"not {[*each]}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise UserError("layer_types has layers of sliding_attention, but sliding_window is 0")
+        if self.rope_scaling and self.rope_scaling.rope_type == "longrope":
+            for name in ("short_factor", "long_factor"):
+                if len(getattr(self.rope_scaling, name)) != self.rotary_size // 2:
+                    raise UserError(f"{name} has {len(getattr(self.rope_scaling, name))} numbers for "
+                                    f"{self.rotary_size // 2} rotary pairs")
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens a query of each layer sees, itself included; 0: all up to itself."""
+        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in types)
+
+    @property
+    def limit(self) -> float:
+        """The length that no row in a cache may exceed: beyond, there is no embedding, or every earlier key changes."""
+        if self.learned_positions:
+            return self.max_position_embeddings
+        return limit(self.max_position_embeddings, self.rope_scaling)
+
+    @property
+    def context(self) -> int:
+        """The longest row that can be sampled, in tokens."""
+        return int(min(self.max_position_embeddings, self.limit))
+
+    @property
+    def rotary_size(self) -> int:
+        """R, how many components of each head turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 class KVCache:
@@ -116,15 +196,33 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class GemmaNorm(RMSNorm):
+    """RMSNorm as Gemma stores it, weight - 1, so that weight decay pulls to 1; multiplied before it is rounded."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+NORMS = {"rms": RMSNorm, "gemma": GemmaNorm, "layer": nn.LayerNorm}
+PLACEMENTS = ("pre", "post", "both")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
 @dataclass
 class Frame:
-    """What all layers of one forward share: the rotation of each position, and who may see whom."""
+    """What all layers of one kind share in a forward: the rotation of each position, and who may see whom."""
 
-    cos: Tensor  # (B or 1, T, 1, E)
-    sin: Tensor  # (B or 1, T, 1, E); the first half negated, so that a rotation is x * cos + roll(x, E/2) * sin
+    cos: Tensor | None  # (B or 1, T, 1, R); None: nothing turns
+    sin: Tensor | None  # (B or 1, T, 1, R); the first half negated, so that a rotation is x * cos + roll(x, R/2) * sin
     positions: Tensor  # (B or 1, T)
-    mask: Tensor | None  # additive (B, 1, T, T), or with a cache (B, 1, H/K * T, used); None: plain causal, or all seen
-    used: int = 0  # slots of the cache in use
+    mask: Tensor | None  # additive (B or 1, 1, T, T), or of `grouped_attention`; None: plain causal, or all seen
+    start: int = 0  # slots start .. used - 1 of the cache are seen
+    used: int = 0
 
 
 class Attention(nn.Module):
@@ -134,82 +232,117 @@ class Attention(nn.Module):
         super().__init__()
         size, width = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, width
+        self.scale = (config.query_pre_attn_scalar or width) ** -0.5
+        self.softcap = config.attn_logit_softcapping
         self.q_proj = nn.Linear(size, self.heads * width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(size, self.kv_heads * width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(size, self.kv_heads * width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * width, size, bias=config.output_bias)
-        self.q_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm, self.normed = nn.Identity(), nn.Identity(), (width, width)
+        if config.qk_norm or config.qk_norm_across_heads:
+            self.normed = (self.heads * width, self.kv_heads * width) if config.qk_norm_across_heads else self.normed
+            self.q_norm, self.k_norm = (NORMS[config.norm](n, config.rms_norm_eps) for n in self.normed)
 
     def forward(self, x: Tensor, frame: Frame, cache: KVCache | None, layer: int) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, keys and values of x are written to its number `layer`."""
         B, T, _ = x.shape
-        q = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), frame)  # (B, T, H, E)
-        k = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), frame)  # (B, T, K, E)
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.normed[0])).view(B, T, -1, self.head_dim)  # (B, T, H, E)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.normed[1])).view(B, T, -1, self.head_dim)  # (B, T, K, E)
         v = self.v_proj(x).view(B, T, -1, self.head_dim)
-        if cache is None:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, E)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=frame.mask, is_causal=frame.mask is None,
-                                                 enable_gqa=self.heads != self.kv_heads)
-            out = out.transpose(1, 2)
+        q, k = rotate(q, frame), rotate(k, frame)
+        if cache is not None:
+            k, v = write(k, v, cache.keys[layer], cache.values[layer], frame)  # (B, K, slots, E)
         else:
-            out = cached_attention(q, k, v, cache.keys[layer], cache.values[layer], frame)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, E)
+        if cache is not None or self.softcap:
+            out = grouped_attention(q, k, v, frame.mask, self.scale, self.softcap)
+        else:
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k, v, attn_mask=frame.mask, is_causal=frame.mask is None, scale=self.scale,
+                enable_gqa=self.heads != self.kv_heads).transpose(1, 2)
         return self.o_proj(out.reshape(B, T, -1))
 
 
 def rotate(x: Tensor, frame: Frame) -> Tensor:
-    """Rotary embedding in Llama's rotate-half form: component i turns with component i + E/2.  x: (B, T, heads, E)."""
-    return torch.addcmul(x * frame.cos, x.roll(x.shape[-1] // 2, -1), frame.sin)
+    """Rotary embedding in Llama's rotate-half form: component i turns with i + R/2.  x: (B, T, heads, E).
 
-
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> Tensor:
-    """Store k and v at their positions, then attend to every visible slot.
-
-    q: (B, T, H, E); k, v: (B, T, K, E); keys, values: (B, K, slots, E) are written; returns (B, T, H, E). The H/K query
-    heads that share a key head go in as so many queries of one head, so that each key is read once. Plain products:
-    for so few queries a row they cost less than the fused kernel.
+    Only the first R components turn; mostly that is all.
     """
-    B, T, H, E = q.shape
-    K = k.shape[2]
+    if frame.cos is None:
+        return x
+    if (R := frame.cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :R], frame), x[..., R:]), -1)
+    return torch.addcmul(x * frame.cos, x.roll(R // 2, -1), frame.sin)
+
+
+def write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+    """Store k and v (B, T, K, E) at their positions in keys and values (B, K, slots, E); returns the slots in sight."""
     if frame.mask is None:  # all rows write the same slot, the last in use
         keys[:, :, frame.used - 1], values[:, :, frame.used - 1] = k[:, 0], v[:, 0]
     else:
-        rows = torch.arange(B, device=q.device)[:, None]  # (B, 1), indexes with positions (B, T)
+        rows = torch.arange(len(k), device=k.device)[:, None]  # (B, 1), indexes with positions (B, T)
         keys.transpose(1, 2).index_put_((rows, frame.positions), k)
         values.transpose(1, 2).index_put_((rows, frame.positions), v)
-    keys, values = keys.flatten(0, 1)[:, : frame.used], values.flatten(0, 1)[:, : frame.used]  # (B * K, used, E)
-    q = (q * E**-0.5).view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B * K, -1, E)  # (B * K, H/K * T, E)
-    scores = torch.bmm(q, keys.transpose(1, 2))  # (B * K, H/K * T, used)
-    if frame.mask is not None:
-        scores = (scores.view(B, K, -1, frame.used) + frame.mask).flatten(0, 1)
+    return keys[:, :, frame.start : frame.used], values[:, :, frame.start : frame.used]
+
+
+def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float,
+                      softcap: float = 0.0) -> Tensor:
+    """Attention in plain products: for so few queries a row as decoding has they cost less than the fused kernel.
+
+    q: (B, T, H, E); keys, values: (B, K, S, E); mask: additive (B or 1, 1, H/K * T, S); returns (B, T, H, E). The H/K
+    query heads that share a key head go in as so many queries of one head, so that each key is read once.
+    """
+    B, T, H, E = q.shape
+    K, S = keys.shape[1:3]
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # (B * K, S, E)
+    q = (q * scale).view(B, T, K, H // K, E).permute(0, 2, 3, 1, 4).reshape(B * K, -1, E)  # (B * K, H/K * T, E)
+    scores = torch.bmm(q, keys.transpose(1, 2))  # (B * K, H/K * T, S)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is not None:
+        scores = (scores.view(B, K, -1, S) + mask).flatten(0, 1)
     out = torch.bmm(scores.softmax(-1), values)  # (B * K, H/K * T, E)
     return out.view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x)), or with another activation, or without the gate."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, width, bias=bias) if config.gated_mlp else None
+        self.up_proj = nn.Linear(size, width, bias=bias)
+        self.down_proj = nn.Linear(width, size, bias=bias)
+        self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_proj is None:
+            return self.down_proj(self.act(self.up_proj(x)))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream. The norm before the MLP has Llama's odd name."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        def norm(*placements: str) -> nn.Module:
+            here = config.norm_placement in placements
+            return NORMS[config.norm](config.hidden_size, config.rms_norm_eps) if here else nn.Identity()
+
+        self.input_layernorm = norm("pre", "both")
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_output_norm = norm("post", "both")
+        self.post_attention_layernorm = norm("pre", "both")
         self.mlp = MLP(config)
+        self.mlp_output_norm = norm("post", "both")
 
     def forward(self, x: Tensor, frame: Frame, cache: KVCache | None, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), frame, cache, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), frame, cache, layer))
+        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Embedding(nn.Embedding):
@@ -227,10 +360,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.kinds = layer_kinds(config)
+        self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
 
     @property
     def head_weight(self) -> Tensor:
@@ -247,10 +384,17 @@ class Transformer(nn.Module):
         cache     : a KVCache, written in place at `positions`; then T is the number of new tokens
         returns   : (B, T, D)
         """
-        frame = self._frame(tokens, positions, documents, cache)
+        frames = self._frames(tokens, positions, documents, cache)
         x = self.embed_tokens(tokens)
-        for layer, block in enumerate(self.layers):
-            x = block(x, frame, cache, layer)
+        if self.config.scale_embedding:
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()  # rounded as Gemma was trained
+        if self.config.learned_positions:
+            x = x + self.embed_positions(frames[0].positions)
+        for layer, (block, frame) in enumerate(zip(self.layers, frames, strict=True)):
+            if self.gradient_checkpointing and cache is None:
+                x = checkpoint(block, x, frame, None, layer, use_reentrant=False)
+            else:
+                x = block(x, frame, cache, layer)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -259,7 +403,9 @@ class Transformer(nn.Module):
         A bfloat16 logit near 20 is rounded by up to 0.06, and the first ratio of an update would be off by as much.
         """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(dtype), self.head_weight.to(dtype))
+        logits = F.linear(hidden.to(dtype), self.head_weight.to(dtype))
+        cap = self.config.final_logit_softcapping
+        return cap * (logits / cap).tanh() if cap else logits
 
     def init_weights(self, generator: torch.Generator) -> Transformer:
         """Normal, std 1 / sqrt(inputs): every projection keeps the scale of what it reads. Norms 1, biases 0.
@@ -270,42 +416,80 @@ class Transformer(nn.Module):
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
+                is_one = "norm" in name and name.endswith("weight") and self.config.norm != "gemma"
+                nn.init.constant_(parameter, float(is_one))
                 continue
             std = parameter.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= math.sqrt(2 * self.config.num_hidden_layers)
-            elif name == "embed_tokens.weight":
+            elif name.startswith("embed_"):
                 std /= 2
             nn.init.normal_(parameter, std=std, generator=generator)
         return self
 
-    def _frame(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
-               cache: KVCache | None) -> Frame:
-        T, config, dtype = tokens.shape[1], self.config, self.embed_tokens.weight.dtype
+    def _frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
+                cache: KVCache | None) -> list[Frame]:
+        """The frame of each layer; layers of one kind share theirs."""
+        config, T, dtype = self.config, tokens.shape[1], self.embed_tokens.weight.dtype
+        repeats = config.num_attention_heads // config.num_key_value_heads
+        rotaries, windows = ({kind[i] for kind in self.kinds} for i in (0, 1))
+        gaps = positions is not None  # given positions may lie further apart than T
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None] if documents is None else restart(documents)
-        # Angles in float32 whatever the weights are: at position 10,000 a bfloat16 angle is off by whole turns.
-        exponent = torch.arange(0, config.head_dim, 2, device=tokens.device, dtype=torch.float32) / config.head_dim
-        angles = positions[..., None].float() * config.rope_theta**-exponent  # (B or 1, T, E/2)
-        cos, sin = angles.cos(), angles.sin()
-        cos = torch.cat((cos, cos), -1)[:, :, None].to(dtype)
-        sin = torch.cat((-sin, sin), -1)[:, :, None].to(dtype)
-
+        turns = {rotary: rotary(positions, dtype) if rotary else (None, None) for rotary in rotaries}
+        sights = {}
         if cache is not None:
             first, last = (int(p) for p in positions.aminmax())
-            used, positions = last + 1, positions.expand(tokens.shape)
-            if first == last:  # rows of one length, one token each: every slot in use is visible
-                return Frame(cos, sin, positions, None, used)
-            slots = torch.arange(used, device=tokens.device)
-            hidden = slots > positions[..., None]  # (B, T, used)
-            repeats = config.num_attention_heads // config.num_key_value_heads
-            return Frame(cos, sin, positions, additive(hidden[:, None], dtype).repeat(1, 1, repeats, 1), used)
-        if documents is None:
-            return Frame(cos, sin, positions, None)
-        future = torch.ones(T, T, dtype=torch.bool, device=tokens.device).triu(1)
-        foreign = documents[:, :, None] != documents[:, None, :]  # positions alone would not isolate them
-        return Frame(cos, sin, positions, additive((future | foreign)[:, None], dtype))
+            if last >= config.limit:
+                raise UserError(f"a row of {last + 1} tokens is too long: this model's cache holds for {config.limit}")
+            positions = positions.expand(tokens.shape)
+            for window in windows:
+                start = max(first - window + 1, 0) if window else 0
+                # Rows of one length, one token each: they see every slot from start on.
+                mask = None if first == last else cache_mask(positions, start, last + 1, window, repeats, dtype)
+                sights[window] = mask, start, last + 1
+        else:
+            if T > config.limit and config.learned_positions:
+                raise UserError(f"a row of {T} tokens is too long: this model has {config.limit} positions")
+            for window in windows:
+                plain = documents is None and not (window and (gaps or T > window))
+                softcap = config.attn_logit_softcapping
+                sights[window] = None if plain and not softcap else causal_mask(
+                    positions, documents, window, repeats if softcap else 1, dtype), 0, 0
+        frames = {kind: Frame(*turns[kind[0]], positions, *sights[kind[1]]) for kind in {*self.kinds}}
+        return [frames[kind] for kind in self.kinds]
+
+
+def layer_kinds(config: ModelConfig) -> list[tuple[Rotary | None, int]]:
+    """What makes the layers of a model differ: (rotation, window) of each."""
+    shape = config.rotary_size, config.max_position_embeddings
+    everywhere = local = Rotary(config.rope_theta, *shape, config.rope_scaling)
+    if config.rope_local_base_freq:
+        local = Rotary(config.rope_local_base_freq, *shape)
+    turning = (0 if config.learned_positions else 1,) * config.num_hidden_layers
+    return [((local if window else everywhere) if turns else None, window)
+            for turns, window in zip(config.no_rope_layers or turning, config.windows, strict=True)]
+
+
+def cache_mask(positions: Tensor, start: int, used: int, window: int, repeats: int, dtype: torch.dtype) -> Tensor:
+    """Which of the slots start .. used - 1 do tokens at `positions` (B, T) see? Additive (B, 1, repeats * T, slots)."""
+    slots = torch.arange(start, used, device=positions.device)
+    hidden = slots > positions[..., None]  # (B, T, slots)
+    if window:
+        hidden |= slots <= positions[..., None] - window
+    return additive(hidden[:, None], dtype).repeat(1, 1, repeats, 1)
+
+
+def causal_mask(positions: Tensor, documents: Tensor | None, window: int, repeats: int, dtype: torch.dtype) -> Tensor:
+    """Which tokens of a row see which: none that comes later, none of another document, none `window` or more
+    positions back. positions (B or 1, T), documents (B, T): additive (B or 1, 1, repeats * T, T)."""
+    T = positions.shape[1]
+    hidden = torch.ones(1, T, T, dtype=torch.bool, device=positions.device).triu(1)
+    if documents is not None:
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])  # positions alone would not isolate them
+    if window:
+        hidden = hidden | (positions[:, :, None] - positions[:, None, :] >= window)
+    return additive(hidden[:, None], dtype).repeat(1, 1, repeats, 1)
 
 
 def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,7 +65,7 @@ def naive(model, tokens, positions=None, documents=None, interleaved=False):
     def turn(x, position):
         y = x.clone()
         for i in range(size // 2):
-            angle = torch.tensor(float(position)) * config.rope_theta ** -torch.tensor(2 * i / size)  # float32
+            angle = torch.tensor(float(position)) * (1 / config.rope_theta ** torch.tensor(2 * i / size))  # float32
             cos, sin = angle.cos().double(), angle.sin().double()
             a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + size // 2)
             y[a], y[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
