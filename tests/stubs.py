@@ -17,7 +17,7 @@ class Pieces(Tokenizer):
         self.pad_id = self.eos_id + (not pad_is_eos)
         self.vocab_size = len(pieces) + 2
 
-    def encode(self, text, continued=False):
+    def encode(self, text, continued=False, special=False):
         data, ids = text.encode(), []
         while data:
             piece = max((piece for piece in self.pieces if data.startswith(piece)), key=len)

@@ -139,7 +139,7 @@ def test_the_padding_is_the_files_own_if_it_has_one(tmp_path):
     path.write_bytes(trained(bos_id=-1, unk_id=0, eos_id=1))
     assert SentencePieceTokenizer(path).bos_id is None
     path.write_bytes(trained(eos_id=-1))
-    with pytest.raises(UserError, match="no end-of-text piece"):
+    with pytest.raises(UserError, match="no end-of-text token"):
         SentencePieceTokenizer(path)
 
 
@@ -156,8 +156,9 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
-    with pytest.raises(UserError, match="is not the byte tokenizer"):
+    with pytest.raises(UserError, match="no end-of-text token"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
     for broken in (b"", b"\n", b"hello", trained()[:-100]):
         (tmp_path / "tokenizer.model").write_bytes(broken)
         with pytest.raises(UserError, match="is no SentencePiece model"):
@@ -194,3 +195,19 @@ def test_transformers_opens_a_saved_tokenizer_and_gives_the_same_ids(request, tm
     for text in ["Once upon a time", "a\nb", "a\tb", "é 日本 🙂", "def f(x):\n\treturn 1"]:
         assert other(text)["input_ids"] == start + tokenizer.encode(text)
         assert other.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["gpt2_bytelevel", "llama3_bytelevel", "qwen2_bytelevel"])
+def test_a_tokenizer_json_gives_the_ids_of_the_reference(shared, name):
+    """The reference finds control tokens in any text: that is `special=True` here."""
+    folder = shared / "golden/tokenizers" / name
+    tokenizer = load_tokenizer(folder)
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    for row in json.loads((folder / "expected.json").read_text())["rows"]:
+        ids = tokenizer.encode(row["text"], special=True)
+        assert ids == row["ids"] and start + ids == row["ids_special"]
+        assert tokenizer.decode(ids, special=True) == row["decoded"]
+        assert tokenizer.decode(ids) == row["decoded_skip"]
+        plain = tokenizer.encode(row["text"])
+        assert not {*tokenizer.special.values()} & {*plain}
+        assert plain == ids or any(name in row["text"] for name in tokenizer.special)
