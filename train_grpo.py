@@ -119,7 +119,7 @@ def main(config: Config) -> None:
         return  # stopped during the cold start, which --resume goes on with
     policy = load_model(init, dtype, mesh.device)
     tokenizer = load_tokenizer(init)
-    env = fit_to_context(env, tokenizer, policy.config.max_position_embeddings, config.drop_long_rows)
+    env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
     if mesh.is_main:
         save_config(config, config.run_dir)
     if start_folder is None and mesh.is_main:  # step_0 is kept for good: it is the reference of a resumed run

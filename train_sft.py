@@ -98,7 +98,7 @@ def main(config: Config) -> Path | None:
     if start_folder or config.init:
         policy = load_model(start_folder or config.init, dtype, mesh.device)
         tokenizer = load_tokenizer(start_folder or config.init)
-        context = policy.config.max_position_embeddings
+        context = policy.config.context
     else:
         tokenizer = ByteTokenizer()
         context = config.context or 2 * longest_row(env, tokenizer)

@@ -3,6 +3,8 @@
     logprob_i = z_i[target_i] - logsumexp(z_i)        z_i = weight @ hidden_i / temperature     (V,)
     entropy_i = -sum_v p_iv log p_iv                  p_i = softmax(z_i)
 
+(Gemma 2 caps its logits softly: z_i = c tanh(weight @ hidden_i / c) / temperature.)
+
 N tokens, D hidden size, V vocabulary. A batch of 64 rows x 1,000 tokens at V = 150,000 has 38 GB of float32
 logits, and autograd keeps more than one copy. Here only one chunk of rows is alive at a time, and backward
 makes it again. At V = 258 on a CPU this costs no time: the chunk stays in the cache.
@@ -22,10 +24,11 @@ CHUNK_ROWS = 256  # but never fewer rows than this: a thin product reads the who
 
 
 def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
-                   entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                   entropy: bool = False, softcap: float = 0.0) -> Tensor | tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax(hidden @ weight.T / temperature); differentiable, once.
 
     hidden  : (..., D)       weight : (V, D)       targets : (...) int64 in 0..V-1
+    softcap : c, if logits are capped; 0: they are not
     returns : logprobs (...) nats; with entropy=True (logprobs, entropy), both (...) nats and differentiable
 
     All arithmetic is in float32, or float64 for float64 inputs: a bfloat16 logit near 20 is rounded by up to
@@ -37,7 +40,7 @@ def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         raise ValueError(f"temperature {temperature} must be > 0: greedy decoding has no distribution")
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logprobs, ent = _LinearLogprob.apply(hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight.to(dtype),
-                                         targets.reshape(-1), temperature, entropy)
+                                         targets.reshape(-1), temperature, entropy, softcap)
     logprobs = logprobs.view(targets.shape)
     return (logprobs, ent.view(targets.shape)) if entropy else logprobs
 
@@ -46,22 +49,23 @@ class _LinearLogprob(torch.autograd.Function):
     """Saves the inputs and two numbers a row (logsumexp, entropy), not the logits.
 
     d logprob / d z_v = [v = target] - p_v          d entropy / d z_v = -p_v (log p_v + entropy)
+    d (c tanh(y / c)) / dy = 1 - tanh(y / c)^2
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, want_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, want_entropy, softcap):
         """hidden (N, D), weight (V, D), targets (N,) -> logprobs (N,), entropy (N,) or None."""
         lse, logprobs = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))  # (N,)
         entropy = hidden.new_empty(len(hidden)) if want_entropy else None
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, temperature)  # (n, V)
+            logits = _logits(hidden[rows], weight, temperature, softcap)  # (n, V)
             lse[rows] = logits.logsumexp(-1)
             logp = logits.sub_(lse[rows, None])
             logprobs[rows] = logp.gather(-1, targets[rows, None])[:, 0]
             if want_entropy:
                 entropy[rows] = logp.exp().mul_(_finite(logp)).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in backward
         return logprobs, entropy
 
@@ -75,7 +79,9 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
-            logp = _logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None])  # (n, V)
+            logits = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)  # (n, V)
+            bend = 1 - (logits * (ctx.temperature / ctx.softcap)) ** 2 if ctx.softcap else None
+            logp = logits.sub_(lse[rows, None])
             grad = logp.exp()
             if grad_entropy is None:
                 grad.mul_(-grad_logprobs[rows, None])
@@ -83,11 +89,13 @@ class _LinearLogprob(torch.autograd.Function):
                 slope = _finite(logp).add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.mul_(slope.add_(grad_logprobs[rows, None]).neg_())
             grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+            if bend is not None:
+                grad.mul_(bend)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -95,8 +103,10 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float) -> Tensor:
     logits = hidden @ weight.T
+    if softcap:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

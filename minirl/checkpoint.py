@@ -25,132 +25,106 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from minirl.architectures import ARCHITECTURES, Stored, from_hf, tensor_layout, to_hf
 from minirl.config import UserError, read_json, write_text
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import Mesh, barrier
 from minirl.tokenizer import Tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ROPE_TYPES = ["default"]
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
+# Constants that older files hold beside the weights: RoPE's frequencies, GPT-2's causal masks.
+CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+SHARD_BYTES = 5 * 10**9
 
 
 # ---- a model folder ----
 
-def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files; each file whole or not at all.
+def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None,
+               shard_bytes: int = SHARD_BYTES) -> None:
+    """Write config.json, generation_config.json, the weights and the tokenizer's files; each file whole or not at all.
+
+    config.json is of the architecture that the model was loaded from, or of the first that computes the same. Weights
+    beyond `shard_bytes` are spread over several files, one tensor at least in each. UserError before anything is
+    written: no architecture computes this, or the model has parameters of its own (adapters must be merged first).
 
     The model may be wrapped by DistributedDataParallel or torch.compile: the names written are plain.
     """
     folder, plain = Path(folder), getattr(model, "module", model)  # out of DistributedDataParallel
     config, dtype = plain.config, plain.embed_tokens.weight.dtype
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    if tokenizer is not None:
-        if tokenizer.vocab_size > config.vocab_size:
-            raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "
-                            f"{config.vocab_size}")
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id,
-               "pad_token_id": tokenizer.pad_id}
-    described = hf_config(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    described = to_hf(config)
+    state = {name.replace("_orig_mod.", ""): tensor.detach()  # torch.compile's mark, of model or layer
+             for name, tensor in plain.state_dict().items()}
+    with torch.device("meta"):
+        wanted = dict(Transformer(config).named_parameters())
+    if state.keys() != wanted.keys():
+        raise UserError(f"the model cannot be saved as its config says: without {_list(wanted.keys() - state.keys())}, "
+                        f"and beyond it {_list(state.keys() - wanted.keys())}")
+    generation = plain.generation_config | _token_ids(plain.generation_config, tokenizer, config.vocab_size)
+    ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {_hf_name(name.replace("_orig_mod.", "")): tensor  # torch.compile's mark, of model or layer
-               for name, tensor in plain.state_dict().items()}
-    _save_tensors(weights, folder / "model.safetensors")
+    written = _save_weights(tensor_layout(described["model_type"], wanted), state, folder, shard_bytes)
     if tokenizer is not None:
         tokenizer.save(folder)
-        write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    write_text(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    described |= ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
+    for path in folder.glob("model*.safetensors*"):  # of an earlier save with other shards
+        if path.name not in written:
+            path.unlink()
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
                device: str | torch.device = "cpu") -> Transformer:
-    """Open a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3 model. dtype None keeps the file's.
+    """Open a Hugging Face folder of one of `architectures.ARCHITECTURES`. dtype None keeps the file's.
 
     Tensors go one at a time from the file to their place: the peak memory is one copy of the model.
-    Every name is accounted for: a UserError lists what is missing, unexpected, or of another shape.
+    Every name is accounted for: a UserError lists what is missing, unexpected, of another shape, or quantised.
     """
     folder = Path(folder)
     config = read_model_config(folder)
     with torch.device("meta"):
         model = Transformer(config)  # shapes without memory
-    wanted = {_hf_name(name): name for name, _ in model.named_parameters()}
-    shapes = {_hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found, files = {}, _weight_files(folder)
-    for path, names in files.items():
+    layout = tensor_layout(config.model_type, dict(model.named_parameters()))
+    prefix, found, files = ARCHITECTURES[config.model_type].prefix, {}, _weight_files(folder)
+    for path, promised in files.items():
         with _open(path) as file:
-            for name in _checked_names(file, path, names):
-                found[name] = tuple(file.get_slice(name).get_shape())
+            for name in _checked_names(file, path, promised):
+                full = name if name.startswith((prefix, "lm_head.")) else prefix + name  # saved without its head
+                if full in found:
+                    raise UserError(f"{path} holds {full} twice, under {found[full][1]} and {name}")
+                found[full] = path, name, tuple(file.get_slice(name).get_shape())
     head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    _check_shapes(shapes, found, folder)
+    _check_shapes({name: stored.shape for name, stored in layout.items()},
+                  {name: shape for name, (_, _, shape) in found.items()}, folder)
 
     state = {}
-    for path in files:
-        with _open(path) as file:
-            for name in wanted.keys() & file.keys():
-                state[wanted[name]] = file.get_tensor(name).to(device, dtype, copy=True)
-            if head is not None and "lm_head.weight" in file.keys():
-                head = file.get_tensor("lm_head.weight").to(device, dtype)
-    if head is not None and not torch.equal(head, state["embed_tokens.weight"]):
-        warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
-                      "differs; it is ignored", stacklevel=2)
+    for full, (path, name, _) in found.items():
+        with _open(path) as file:  # anew for each: what was read of a file stays in memory until it is closed
+            for ours, tensor in layout[full].split(file.get_tensor(name)).items():
+                state[ours] = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+    if head is not None:
+        with _open(head[0]) as file:
+            if not torch.equal(file.get_tensor(head[1]).to(device, dtype), state["embed_tokens.weight"]):
+                warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
+                              "differs; it is ignored", stacklevel=2)
     model.load_state_dict(state, assign=True)
+    model.generation_config = _read_generation_config(folder)
     return model
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
     """The shape of a model from Hugging Face's config.json, in the layout of transformers 4 or 5.
 
-    UserError names what minirl does not compute: another architecture, a sliding window, a scaled RoPE.
+    UserError names what minirl does not compute, and values that make no sense.
     """
     if not Path(folder).is_dir():
         raise UserError(f"model folder {folder} does not exist")
     path = Path(folder) / "config.json"
     hf = read_json(path)
-    kind = hf.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise UserError(f"{path}: model type {kind!r} is not supported: supported are {[*ARCHITECTURES]}")
-    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "max_position_embeddings"]
-    if absent := [name for name in sizes if not isinstance(hf.get(name), int)]:
-        raise UserError(f"{path} gives no number for {', '.join(absent)}")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: hidden_act {hf['hidden_act']!r} is not supported: supported is 'silu'")
-    window = hf.get("sliding_window") if kind == "mistral" or hf.get("use_sliding_window") else None
-    if window and window < hf["max_position_embeddings"]:
-        raise UserError(f"{path}: sliding_window {window} is not supported: attention here sees all "
-                        f"{hf['max_position_embeddings']} positions")
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5, 4
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise UserError(f"{path}: rope type {rope_type!r} is not supported: supported are {ROPE_TYPES}")
-    bias = kind in ("llama", "qwen3") and hf.get("attention_bias", False)
     try:
-        return ModelConfig(
-            **{name: hf[name] for name in sizes},
-            num_key_value_heads=hf.get("num_key_value_heads") or 0,
-            head_dim=hf.get("head_dim") or 0,
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=hf.get("tie_word_embeddings", False),
-            rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-            qkv_bias=bias or kind == "qwen2", output_bias=bias, qk_norm=kind == "qwen3",
-            mlp_bias=kind == "llama" and hf.get("mlp_bias", False))
-    except ValueError as error:
+        return from_hf(hf)
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model: that of the Hugging Face architecture which computes the same."""
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
-    if (kind != "qwen2" and config.qkv_bias != config.output_bias) or (kind != "llama" and config.mlp_bias):
-        options = {name: getattr(config, name) for name in ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")}
-        raise UserError(f"no Hugging Face architecture combines {options}")
-    fields = {name: getattr(config, name) for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-        "tie_word_embeddings", "mlp_bias")}
-    return {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", **fields,
-            "attention_bias": config.qkv_bias,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # transformers 5
 
 
 # ---- the training state ----
@@ -251,8 +225,45 @@ def restore_rng(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # ---- the pieces ----
 
-def _hf_name(name: str) -> str:
-    return name if name == "lm_head.weight" else "model." + name
+def _token_ids(said: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """The ids of special tokens that a save with this tokenizer must name."""
+    if tokenizer is None:
+        return {}
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
+    ends = said.get("eos_token_id")  # a chat model may have several
+    return {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
+            "eos_token_id": ends if isinstance(ends, list) and tokenizer.eos_id in ends else tokenizer.eos_id}
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """Special tokens and sampling defaults, which a save gives back."""
+    path = folder / "generation_config.json"
+    said = {name: value for name, value in read_json(folder / "config.json").items() if name.endswith("os_token_id")}
+    return said | (read_json(path) if path.is_file() else {})
+
+
+def _save_weights(layout: dict[str, Stored], state: dict[str, Tensor], folder: Path, shard_bytes: int) -> set[str]:
+    """Write the weights, one shard in memory at a time; returns the names of the files."""
+    shards, room = [], 0
+    for name, stored in layout.items():
+        size = sum(state[ours].nbytes for ours in stored.names)
+        if size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for shard, path in zip(shards, names, strict=True):
+        _save_tensors({name: layout[name].join(state) for name in shard}, folder / path)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in state.values())},
+                 "weight_map": {name: path for shard, path in zip(shards, names, strict=True) for name in shard}}
+        names.append("model.safetensors.index.json")
+        write_text(folder / names[-1], json.dumps(index, indent=2) + "\n")
+    return {*names}
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -299,7 +310,11 @@ def _checked_names(file: safe_open, path: Path, promised: set[str] | None) -> It
     if promised is not None and names != promised:
         raise UserError(f"{path} does not agree with the index: without {_list(promised - names)}, "
                         f"and beyond it {_list(names - promised)}")
-    return [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # a constant in older files
+    names = [name for name in names if not name.endswith(CONSTANTS)]
+    if strange := [f"{name} ({kind})" for name in names if (kind := file.get_slice(name).get_dtype()) not in FLOATS]:
+        raise UserError(f"{path} holds weights that are no floats of 16 bits or more, which is not supported: "
+                        f"{_list(strange)}")
+    return names
 
 
 def _check_shapes(wanted: dict[str, tuple], found: dict[str, tuple], folder: Path) -> None:

@@ -145,7 +145,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
                      cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
     """
-    context, device = policy.config.max_position_embeddings, policy.head_weight.device
+    context, device = policy.config.context, policy.head_weight.device
     check_prompts(prompts, context)
     check_options(temperature, top_k, top_p, max_new_tokens=max_new_tokens, group_size=group_size, max_rows=max_rows)
     if first_id % group_size:

@@ -36,7 +36,8 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
     hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
-    result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy)
+    result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy,
+                            softcap=model.config.final_logit_softcapping)
     return Output(*result) if entropy else result
 
 

@@ -367,6 +367,7 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.kinds = layer_kinds(config)
+        self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
 
     @property

@@ -28,7 +28,7 @@ from minirl.config import UserError
 class RopeScaling:
     """How a context of `original_max_position_embeddings` was stretched. Field names are Hugging Face's."""
 
-    rope_type: str  # one of TYPES
+    rope_type: str  # a name of TYPES
     factor: float = 0.0  # how many times longer; 0: max_position_embeddings / original_max_position_embeddings
     original_max_position_embeddings: int = 0  # L; 0: max_position_embeddings
     low_freq_factor: float = 1.0  # llama3: turns in L below which a pair is slowed by the whole factor,
@@ -94,9 +94,11 @@ def limit(context: int, scaling: RopeScaling | None) -> float:
     return original(context, scaling)
 
 
-def original(context: int, scaling: RopeScaling) -> int:
-    """L, the length before the stretch. That of `dynamic` is the context, whatever the file says besides."""
-    return context if scaling.rope_type == "dynamic" else scaling.original_max_position_embeddings or context
+def original(context: int, scaling: RopeScaling | None) -> int:
+    """L, the length before the stretch. That of `dynamic` is the context, whatever else the file says."""
+    if scaling is None or scaling.rope_type == "dynamic":
+        return context
+    return scaling.original_max_position_embeddings or context
 
 
 def frequencies(theta: float, size: int, context: int, scaling: RopeScaling | None = None, length: int = 0) -> Tensor:
@@ -152,4 +154,11 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
+_LENGTHS = ("factor", "original_max_position_embeddings")
+TYPES = {  # and the fields that each reads
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (*_LENGTHS, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_LENGTHS, "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": (*_LENGTHS, "attention_factor", "short_factor", "long_factor"),
+}

@@ -19,8 +19,10 @@ def problem(rows, vocab, size=4, dtype=torch.float64):
     return hidden, weight, torch.randint(vocab, (rows,), generator=g)
 
 
-def plain(hidden, weight, targets, temperature=1.0):
-    logp = F.log_softmax(hidden @ weight.T / temperature, -1)
+def plain(hidden, weight, targets, temperature=1.0, softcap=0.0):
+    logits = hidden @ weight.T
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    logp = F.log_softmax(logits / temperature, -1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -33,21 +35,29 @@ def grads(loss, *inputs):
     return torch.autograd.grad(loss, inputs)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 5, 127, 1000, 1025, 50257])
-def test_log_probs_entropy_and_gradients_equal_the_plain_formula(vocab):
+def test_log_probs_entropy_and_gradients_equal_the_plain_formula(vocab, softcap):
     hidden, weight, targets = problem(6, vocab)
     upstream = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = linear_logprob(hidden, weight, targets, 0.7, entropy=True)
-    theirs = plain(hidden, weight, targets, 0.7)
+    ours = linear_logprob(hidden, weight, targets, 0.7, entropy=True, softcap=softcap)
+    theirs = plain(hidden, weight, targets, 0.7, softcap)
     assert_close(ours, theirs)
     assert_close(*(grads((out[0] * upstream[0] + out[1] * upstream[1]).sum(), hidden, weight)
                    for out in (ours, theirs)))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_gradcheck(entropy):
+def test_gradcheck(entropy, softcap):
     hidden, weight, targets = problem(5, 7)
-    assert gradcheck(lambda h, w: linear_logprob(h, w, targets, 0.6, entropy), (hidden, weight))
+    assert gradcheck(lambda h, w: linear_logprob(h, w, targets, 0.6, entropy, softcap), (hidden, weight))
+
+
+def test_capped_logits_by_hand():
+    logits = torch.tensor([30.0, 0.0])  # 30 tanh(1) = 22.848 and 0, at temperature 2 a difference of 11.424
+    got = from_logits(logits, torch.tensor([1]), softcap=30.0, temperature=2.0)
+    assert got.item() == pytest.approx(-11.42393 - math.log1p(math.exp(-11.42393)), abs=1e-4)
 
 
 def test_gradcheck_of_the_entropy_alone():

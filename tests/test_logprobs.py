@@ -9,10 +9,11 @@ from minirl.model import ModelConfig, Transformer
 V = 19
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(params=["tied", "untied", "capped"])
 def model(request):
     config = ModelConfig(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=request.param)
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=request.param == "tied",
+                         final_logit_softcapping=2.0 if request.param == "capped" else 0.0)
     model = Transformer(config).double()
     for p in model.parameters():  # larger than at the start of a training, so that every mistake is visible
         torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(p.numel()))

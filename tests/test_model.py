@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minirl.model import KVCache, ModelConfig, RMSNorm, Transformer
+from minirl.config import UserError
+from minirl.model import GemmaNorm, KVCache, ModelConfig, RMSNorm, Transformer
+from minirl.rope import RopeScaling
 
 V = 17
 LLAMA = ModelConfig(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
@@ -22,6 +24,18 @@ SHAPES = {
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=6),
     "every option": replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, head_dim=10,
                             tie_word_embeddings=False),
+    "mistral": replace(LLAMA, sliding_window=3),
+    "smollm3": replace(LLAMA, no_rope_layers=(1, 0)),
+    "gemma2": replace(LLAMA, norm="gemma", norm_placement="both", hidden_act="gelu_pytorch_tanh", scale_embedding=True,
+                      sliding_window=3, layer_types=("sliding_attention", "full_attention"),
+                      attn_logit_softcapping=3.0, final_logit_softcapping=2.0, query_pre_attn_scalar=7.0),
+    "gemma3": replace(LLAMA, norm="gemma", norm_placement="both", hidden_act="gelu_pytorch_tanh", scale_embedding=True,
+                      sliding_window=3, layer_types=("sliding_attention", "full_attention"), qk_norm=True,
+                      rope_theta=50.0, rope_local_base_freq=7.0, rope_scaling=RopeScaling("linear", 2.0)),
+    "olmo2": replace(LLAMA, norm_placement="post", qk_norm_across_heads=True),
+    "phi3": replace(LLAMA, head_dim=12, partial_rotary_factor=0.5, sliding_window=4),
+    "gpt2": replace(LLAMA, norm="layer", learned_positions=True, gated_mlp=False, hidden_act="gelu", qkv_bias=True,
+                    output_bias=True, mlp_bias=True),
 }
 
 
@@ -50,52 +64,80 @@ def close(found, wanted, hint="", tolerance=1e-12):
 def naive(model, tokens, positions=None, documents=None, interleaved=False):
     """Hidden states (T, D) of one row, one token, head and earlier token at a time."""
     config, weights = model.config, dict(model.named_parameters())
-    heads, size = config.num_attention_heads, config.head_dim
+    heads, size, turning = config.num_attention_heads, config.head_dim, config.rotary_size
+    caps = config.attn_logit_softcapping, config.final_logit_softcapping
     shared_by = heads // config.num_key_value_heads
     positions = range(len(tokens)) if positions is None else positions
     documents = [0] * len(tokens) if documents is None else documents
 
     def norm(x, name):
-        return x / (x.square().mean() + config.rms_norm_eps).sqrt() * weights[name + ".weight"]
+        if name + ".weight" not in weights:
+            return x
+        weight = weights[name + ".weight"] + (config.norm == "gemma")
+        if config.norm == "layer":
+            x = x - x.mean()
+        y = x / (x.square().mean() + config.rms_norm_eps).sqrt() * weight
+        return y + weights[name + ".bias"] if config.norm == "layer" else y
 
     def linear(x, name):
         y = weights[name + ".weight"] @ x
         return y + weights[name + ".bias"] if name + ".bias" in weights else y
 
-    def turn(x, position):
+    def turn(x, position, number):
+        if config.learned_positions or (config.no_rope_layers and not config.no_rope_layers[number]):
+            return x
+        local = config.windows[number] and config.rope_local_base_freq
         y = x.clone()
-        for i in range(size // 2):
-            angle = torch.tensor(float(position)) * (1 / config.rope_theta ** torch.tensor(2 * i / size))  # float32
+        for i in range(turning // 2):
+            speed = 1 / (local or config.rope_theta) ** torch.tensor(2 * i / turning)  # float32
+            if config.rope_scaling and not local:
+                speed = speed / config.rope_scaling.factor
+            angle = torch.tensor(float(position)) * speed
             cos, sin = angle.cos().double(), angle.sin().double()
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + size // 2)
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + turning // 2)
             y[a], y[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
         return y
 
     def heads_of(x, layer, letter, position):
-        parts = linear(x, f"{layer}.self_attn.{letter}_proj").split(size)
+        x = linear(x, f"{layer}.self_attn.{letter}_proj")
         if letter == "v":
-            return parts
-        if config.qk_norm:
-            parts = [norm(part, f"{layer}.self_attn.{letter}_norm") for part in parts]
-        return [turn(part, position) for part in parts]
+            return x.split(size)
+        name = f"{layer}.self_attn.{letter}_norm"
+        parts = norm(x, name).split(size) if config.qk_norm_across_heads else [norm(y, name) for y in x.split(size)]
+        return [turn(part, position, int(layer.split(".")[1])) for part in parts]
+
+    def act(x):
+        if config.hidden_act == "silu":
+            return x / (1 + (-x).exp())
+        if config.hidden_act == "gelu":
+            return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
     stream = [weights["embed_tokens.weight"][token] for token in tokens]
-    for layer in (f"layers.{i}" for i in range(config.num_hidden_layers)):
+    if config.scale_embedding:
+        stream = [x * math.sqrt(config.hidden_size) for x in stream]
+    if config.learned_positions:
+        stream = [x + weights["embed_positions.weight"][p] for x, p in zip(stream, positions)]
+    for number, layer in enumerate(f"layers.{i}" for i in range(config.num_hidden_layers)):
+        window = config.windows[number] or len(tokens) + max(positions)
         normed = [norm(x, f"{layer}.input_layernorm") for x in stream]
         q, k, v = ([heads_of(x, layer, letter, p) for x, p in zip(normed, positions)] for letter in "qkv")
         for t in range(len(tokens)):
-            seen = [s for s in range(t + 1) if documents[s] == documents[t]]
+            seen = [s for s in range(t + 1) if documents[s] == documents[t] and positions[t] - positions[s] < window]
             out = []
             for head in range(heads):
                 group = head // shared_by
-                scores = torch.stack([q[t][head] @ k[s][group] / math.sqrt(size) for s in seen])
+                scores = torch.stack([q[t][head] @ k[s][group] for s in seen])
+                scores = scores / math.sqrt(config.query_pre_attn_scalar or size)
+                scores = caps[0] * torch.tanh(scores / caps[0]) if caps[0] else scores
                 weight = scores.exp() / scores.exp().sum()
                 out.append(sum(w * v[s][group] for w, s in zip(weight, seen)))
-            x = stream[t] + linear(torch.cat(out), f"{layer}.self_attn.o_proj")
+            y = linear(torch.cat(out), f"{layer}.self_attn.o_proj")
+            x = stream[t] + norm(y, f"{layer}.attention_output_norm")
             y = norm(x, f"{layer}.post_attention_layernorm")
-            gate = linear(y, f"{layer}.mlp.gate_proj")
-            y = gate / (1 + (-gate).exp()) * linear(y, f"{layer}.mlp.up_proj")
-            stream[t] = x + linear(y, f"{layer}.mlp.down_proj")
+            up = linear(y, f"{layer}.mlp.up_proj")
+            y = act(linear(y, f"{layer}.mlp.gate_proj")) * up if config.gated_mlp else act(up)
+            stream[t] = x + norm(linear(y, f"{layer}.mlp.down_proj"), f"{layer}.mlp_output_norm")
     return torch.stack([norm(x, "norm") for x in stream])
 
 
@@ -106,7 +148,9 @@ def test_hidden_states_equal_those_of_a_plain_loop(shape):
     close(model(tokens), want, "attention, MLP, norm or rotation differs from the formula", 1e-9)
     head = model.lm_head.weight if "untied" in shape or "every option" in shape else model.embed_tokens.weight
     assert model.head_weight is head
-    close(model.logits(want), want @ head.T, "logits are not hidden states times the head")
+    cap = model.config.final_logit_softcapping
+    wanted = cap * (want @ head.T / cap).tanh() if cap else want @ head.T
+    close(model.logits(want), wanted, "logits are not hidden states times the head")
 
 
 def test_far_positions_and_gaps_equal_those_of_a_plain_loop():
@@ -144,6 +188,18 @@ def test_rms_norm_by_hand():
     norm.weight.data = torch.tensor([2.0, -1.0]).double()
     x = torch.tensor([[3.0, 4.0]]).double()
     close(norm(x), x / math.sqrt(13) * norm.weight, "mean square 12.5 plus eps 0.5 is 13, under the root")
+
+
+def test_the_norm_of_gemma_by_hand():
+    norm = GemmaNorm(2, eps=0.5).double()
+    x = torch.tensor([[3.0, 4.0]]).double()
+    close(norm(x), x / math.sqrt(13), "a weight of 0 stands for 1")
+    norm.weight.data = torch.tensor([1.0, -1.5]).double()
+    close(norm(x), x / math.sqrt(13) * torch.tensor([2.0, -0.5]))
+    half = GemmaNorm(1, eps=0.0).bfloat16()
+    half.weight.data = torch.tensor([2.0**-9]).bfloat16()  # 1 + 2^-9 is no bfloat16
+    assert half(torch.tensor([[1.0]]).bfloat16()) == 1.0
+    assert half(torch.tensor([[-2.0]]).bfloat16()).dtype == torch.bfloat16
 
 
 def test_rms_norm_of_halves_is_taken_in_float32():
@@ -229,18 +285,20 @@ def test_rows_do_not_see_each_other():
     close(model(tokens[[2, 0, 1]]), model(tokens)[[2, 0, 1]], "a row depends on its place in the batch")
 
 
-def test_packed_documents_equal_separate_ones_with_their_gradients():
+@pytest.mark.parametrize("shape", ["every option", "mistral", "smollm3", "gemma2", "gemma3", "olmo2", "phi3", "gpt2"])
+def test_packed_documents_equal_separate_ones_with_their_gradients(shape):
     tokens, lengths = some_tokens(2, 9), [3, 4, 2]
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [7, 7, 7, 4, 4, 4, 4, 9, 9]])  # ids of any kind
     probe = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    model = tiny(SHAPES["every option"]).requires_grad_()
+    model = tiny(SHAPES[shape]).requires_grad_()
     alone = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
     packed = model(tokens, documents=documents)
     close(packed, alone, "documents see each other, or positions go on instead of restarting")
-    wanted = torch.autograd.grad((alone * probe).sum(), list(model.parameters())[:-1])
-    found = torch.autograd.grad((packed * probe).sum(), list(model.parameters())[:-1])
-    for (name, _), a, b in zip(model.named_parameters(), found, wanted):
-        close(a, b, f"gradient of {name}", 1e-11)
+    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if name != "lm_head.weight"))
+    wanted = torch.autograd.grad((alone * probe).sum(), parameters)
+    found = torch.autograd.grad((packed * probe).sum(), parameters)
+    for name, a, b in zip(names, found, wanted):
+        close(a, b, f"gradient of {name}", 1e-10)
 
     want = naive(model, tokens[0].tolist(), [0, 1, 2, 0, 1, 2, 3, 0, 1], documents[0].tolist())
     close(packed[0], want, "positions of 3, 4 and 2 tokens are 0 1 2, 0 1 2 3, 0 1", 1e-9)
@@ -259,6 +317,48 @@ def test_isolation_needs_the_mask_and_not_positions_alone():
     changed = tokens.clone()
     changed[0, 3:] = (changed[0, 3:] + 1) % V
     assert torch.equal(model(changed, documents=documents)[:, :3], packed[:, :3]), "document a sees document b"
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 20])
+def test_a_window_is_a_token_and_those_before_it_as_many_as_it_says(window):
+    model, tokens = tiny(replace(LLAMA, num_hidden_layers=1, sliding_window=window)), some_tokens(1, 10)
+    before = model(tokens)
+    for t in range(10):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % V
+        difference = (model(changed) - before)[0].abs().amax(-1) > 1e-9
+        assert difference.nonzero()[:, 0].tolist() == list(range(t, min(t + window, 10))), "the window is off by one"
+
+
+def test_a_window_counts_positions_and_not_tokens():
+    model, tokens = tiny(SHAPES["mistral"]), some_tokens(1, 5)
+    for positions in ([0, 1, 2, 9, 10], [0, 2, 4, 6, 8]):
+        found = model(tokens, torch.tensor([positions]))[0]
+        close(found, naive(model, tokens[0].tolist(), positions), "a gap shortens what a window reaches", 1e-9)
+    cache = empty_cache(model, 1, 20)
+    parts = [model(tokens[:, i : i + 1], torch.tensor([[p]]), cache=cache) for i, p in enumerate([0, 2, 4, 6, 8])]
+    assert (torch.cat(parts, 1)[0, :2] - found[:2]).abs().max() > 1e-3, "an empty slot between two counts as a token"
+
+
+def test_a_row_within_the_window_needs_no_mask_and_a_step_reads_the_window_alone():
+    model, tokens = tiny(replace(LLAMA, sliding_window=4)), some_tokens(2, 9)
+    assert model._frames(tokens[:, :4], None, None, None)[0].mask is None
+    assert model._frames(tokens[:, :5], None, None, None)[0].mask is not None
+    cache = empty_cache(model, 2, 9)
+    frame = model._frames(tokens[:, :1], torch.full((2, 1), 7), None, cache)[1]
+    assert (frame.mask, frame.start, frame.used) == (None, 4, 8), "slots 4, 5, 6, 7 are in sight"
+    frame = model._frames(tokens[:, :1], torch.tensor([[7], [5]]), None, cache)[1]
+    assert (frame.start, frame.used) == (2, 8)
+    seen = [[slot for slot in range(2, 8) if frame.mask[row, 0, 0, slot - 2] == 0] for row in (0, 1)]
+    assert seen == [[4, 5, 6, 7], [2, 3, 4, 5]]
+
+
+def test_layers_of_one_kind_share_one_frame():
+    model = tiny(SHAPES["gemma3"])
+    frames = Transformer(replace(model.config, num_hidden_layers=4, layer_types=model.config.layer_types * 2))._frames(
+        some_tokens(1, 5), None, None, None)
+    assert frames[0] is frames[2] and frames[1] is frames[3] and frames[0] is not frames[1]
+    assert len({*map(id, tiny()._frames(some_tokens(1, 5), None, None, None))}) == 1
 
 
 def test_a_single_document_is_a_plain_row():
@@ -343,6 +443,72 @@ def test_the_remains_of_an_earlier_tenant_are_invisible():
         close(step(model, cache, tokens[:, t : t + 1], t), model(tokens[:, : t + 1])[:, -1], "a stale slot is visible")
 
 
+@pytest.mark.parametrize(("config", "limit"), [
+    (SHAPES["gpt2"], 128), (replace(LLAMA, rope_scaling=RopeScaling("dynamic", 2.0)), 128),
+    (replace(LLAMA, rope_scaling=RopeScaling("longrope", original_max_position_embeddings=9, short_factor=(1.0, 2.0),
+                                             long_factor=(2.0, 3.0))), 9)])
+def test_a_cache_that_would_hold_keys_of_other_lengths_is_refused(config, limit):
+    model = tiny(config)
+    assert model.config.context == limit
+    cache = empty_cache(model, 1, limit + 1)
+    model(some_tokens(1, 1), torch.tensor([[limit - 1]]), cache=cache)
+    with pytest.raises(UserError, match=f"a row of {limit + 1} tokens is too long"):
+        model(some_tokens(1, 1), torch.tensor([[limit]]), cache=cache)
+
+
+def test_a_row_beyond_the_learned_positions_is_refused():
+    model = tiny(SHAPES["gpt2"])
+    model(some_tokens(1, 128))
+    with pytest.raises(UserError, match="a row of 129 tokens is too long: this model has 128 positions"):
+        model(some_tokens(1, 129))
+
+
+# ---- memory ----
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_recomputed_blocks_give_the_same_gradients(shape):
+    model, tokens = tiny(SHAPES[shape]).requires_grad_(), some_tokens(2, 9)
+    parameters = list(model.parameters())
+
+    def gradients():
+        runs = []
+        hooks = [block.register_forward_pre_hook(lambda *_: runs.append(1)) for block in model.layers]
+        hidden = model(tokens, documents=torch.tensor([[0] * 4 + [1] * 5] * 2))
+        found = torch.autograd.grad(model.logits(hidden).log_softmax(-1)[..., 0].sum(), parameters)
+        for hook in hooks:
+            hook.remove()
+        return found, len(runs)
+
+    plain, once = gradients()
+    model.gradient_checkpointing = True
+    again, twice = gradients()
+    assert (once, twice) == (2, 4), "backward must run each block once more"
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+def test_recomputed_blocks_keep_their_input_alone():
+    model, tokens = tiny().requires_grad_(), some_tokens(2, 20)
+
+    def kept():
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x), lambda x: x):
+            model(tokens)
+        return sum(x.numel() for x in saved.values()) - sum(p.numel() for p in model.parameters())
+
+    full = kept()
+    model.gradient_checkpointing = True
+    assert kept() < 0.25 * full
+
+
+def test_recomputation_is_off_with_a_cache_and_without_gradients():
+    model, tokens = tiny(), some_tokens(2, 5)
+    wanted = model(tokens)
+    model.gradient_checkpointing = True
+    close(model(tokens, torch.arange(5).expand(2, 5), cache=empty_cache(model, 2, 5)), wanted)
+    with torch.inference_mode():
+        assert torch.equal(model(tokens), wanted)
+
+
 # ---- numbers ----
 
 def test_initial_weights_depend_on_the_generator_alone():
@@ -369,6 +535,18 @@ def test_initial_weights_have_the_spread_that_is_promised():
             scale = {"o_proj": 4, "down_proj": 4, "embed_tokens": 2}.get(name.split(".")[-2], 1)
             want = parameter.shape[1] ** -0.5 / scale
             assert float(parameter.std()) == pytest.approx(want, rel=0.05), name
+
+
+def test_initial_norms_of_gemma_and_layer_norms_are_neutral():
+    for shape in ("gemma2", "gemma3", "gpt2", "olmo2"):
+        model = Transformer(SHAPES[shape]).requires_grad_(False).init_weights(torch.Generator().manual_seed(0))
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+        for name, module in model.named_modules():
+            if name.endswith("norm") and "q_norm" not in name and "k_norm" not in name:
+                wanted = x - x.mean(-1, keepdim=True) if shape == "gpt2" else x
+                wanted = wanted / wanted.square().mean(-1, keepdim=True).sqrt()
+                assert_close(module(x) if not isinstance(module, torch.nn.Identity) else wanted, wanted, atol=1e-4,
+                             rtol=0)
 
 
 def test_bfloat16_stays_near_float32_even_at_far_positions():
@@ -410,6 +588,20 @@ def test_a_forward_changes_none_of_its_inputs():
     ({"hidden_size": 12}, "head_dim 3 is odd"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"num_key_value_heads": 8}, "num_attention_heads 4 is not a multiple of num_key_value_heads 8"),
+    ({"vocab_size": 0}, "vocab_size 0 must be above 0"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers -1 must be above 0"),
+    ({"rope_theta": math.nan}, "rope_theta nan must be above 0, and finite"),
+    ({"sliding_window": -3}, r"sliding_window -3 must be 0 \(the default\) or above"),
+    ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported: supported are .*'silu'"),
+    ({"norm": "batch"}, "norm 'batch' is not supported"),
+    ({"layer_types": ("full_attention",)}, "layer_types must hold .* for each of 2 layers, not"),
+    ({"layer_types": ("full_attention", "linear_attention")}, "layer_types must hold"),
+    ({"layer_types": ("full_attention", "sliding_attention")}, "but sliding_window is 0"),
+    ({"no_rope_layers": (1, 0, 1)}, "no_rope_layers must hold 0 or 1 for each of 2 layers"),
+    ({"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 turns 3 of 4 components"),
+    ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 turns 6 of 4 components"),
+    ({"rope_scaling": RopeScaling("longrope", short_factor=(1.0,), long_factor=(1.0, 2.0))},
+     "short_factor has 1 numbers for 2 rotary pairs"),
 ])
 def test_a_shape_that_cannot_be_built_is_refused_with_its_numbers(options, said):
     with pytest.raises(ValueError, match=said) as error:
