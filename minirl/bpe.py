@@ -28,6 +28,7 @@ SPACE = "▁"  # U+2581, how SentencePiece writes a space
 WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029" \
              "\u202f\u205f\u3000"  # White_Space of Unicode; Python's own \s has U+001C to U+001F besides
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MAX_ID = 2**22  # no vocabulary is larger, and a broken file that says so shall not cost the memory
 CACHED_WORDS, CACHED_LENGTH = 2**17, 64  # the memory of a long run stays bounded
 
 
@@ -46,6 +47,8 @@ class BPE:
             if model.get(option):
                 raise UserError(f"BPE with {option} = {model[option]!r} is not supported")
         self.vocab: dict[str, int] = model["vocab"]
+        if not all(type(token) is int and 0 <= token < MAX_ID for token in self.vocab.values()):
+            raise UserError(f"a vocabulary with ids that are not between 0 and {MAX_ID}")
         self._forbidden = forbidden
         self._ignore_merges = bool(model.get("ignore_merges"))
         self._read_merges(model["merges"])
@@ -73,15 +76,9 @@ class BPE:
     def encode_normalised(self, text: str, prefix: bool = True) -> list[int]:
         if not text:
             return []
-        if self._metaspace:
-            text = text.replace(" ", SPACE)
-            if prefix and self._adds_space and not text.startswith(SPACE):
-                text = SPACE + text
         words = [text]
-        for split in self._splits:
-            words = [piece for word in words for piece in split(word)]
-        if self.byte_level and self._adds_space:
-            words = [word if word[0] == " " or (i == 0 and not prefix) else " " + word for i, word in enumerate(words)]
+        for step in self._steps:
+            words = step(words, prefix)
         ids, cache = [], self._cache
         for word in words:
             known = cache.get(word)
@@ -165,9 +162,9 @@ class BPE:
             table[token] = bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
         return table
 
-    def unused_byte(self) -> int | None:
-        """A row that no text gives: the byte 0xFF, which UTF-8 does not use."""
-        return self._byte_ids[0xFF]
+    def unused(self) -> int | None:
+        """A row that no text gives: the unknown token where there are byte tokens, or the byte 0xFF, in no UTF-8."""
+        return self._unknown if self._byte_fallback and self._unknown is not None else self._byte_ids[0xFF]
 
     # ---- reading the file
 
@@ -190,34 +187,38 @@ class BPE:
                 self._crosses_words |= right[0] == SPACE and left[-1] != SPACE
 
     def _read_pre_tokenizer(self, config: dict | None) -> None:
-        self.byte_level = self._metaspace = self._adds_space = False
+        self.byte_level = False
         self.prefix_everywhere = True  # also behind a control token, or only where the text begins?
-        self._splits: list[Callable[[str], list[str]]] = []
+        self._steps: list[Callable[[list[str], bool], list[str]]] = []
         steps = _sequence(config, "pretokenizers")
         for number, step in enumerate(steps):
             kind = step["type"]
             if kind == "ByteLevel" and number == len(steps) - 1:
-                self.byte_level, self._adds_space = True, step.get("add_prefix_space", True)
+                self.byte_level = True
+                if step.get("add_prefix_space", True):
+                    self._steps.append(lambda words, prefix: [" " + word if word[0] != " " and (prefix or i) else word
+                                                              for i, word in enumerate(words)])
                 if step.get("use_regex", True):
-                    self._splits.append(Split(GPT2_WORDS))
+                    self._steps.append(_each(Split(GPT2_WORDS)))
             elif kind == "Split":
                 (syntax, pattern), = step["pattern"].items()
                 source = pattern if syntax == "Regex" else re.escape(pattern)
-                self._splits.append(Split(source, step["behavior"], step.get("invert", False)))
+                self._steps.append(_each(Split(source, step["behavior"], step.get("invert", False))))
             elif kind == "Digits":
-                self._splits.append(Split(r"\p{N}" if step.get("individual_digits") else r"\p{N}+"))
-            elif kind == "Metaspace" and number == 0 and step.get("replacement", SPACE) == SPACE:
+                self._steps.append(_each(Split(r"\p{N}" if step.get("individual_digits") else r"\p{N}+")))
+            elif kind == "Metaspace":
+                space = step.get("replacement", SPACE)
                 scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
-                self._metaspace, self._adds_space = True, scheme != "never"
-                self.prefix_everywhere = scheme == "always"
+                self.prefix_everywhere &= scheme != "first"
+                self._steps.append(_metaspace(space, scheme))
                 if step.get("split", True):
-                    self._splits.append(re.compile(f"{SPACE}[^{SPACE}]*|[^{SPACE}]+").findall)
+                    self._steps.append(_each(re.compile(f"{space}[^{space}]*|[^{space}]+").findall))
             else:
-                raise UserError(f"pre-tokenizer {kind} at place {number + 1} is not supported: Metaspace in the first, "
-                                "ByteLevel in the last, Split and Digits in any place are")
-        if not self._splits and not self._crosses_words and not self._ignore_merges and SPACE in self.vocab:
+                raise UserError(f"pre-tokenizer {kind} at place {number + 1} is not supported: Split, Digits, "
+                                "Metaspace and, in the last place, ByteLevel are")
+        if not self.byte_level and not self._crosses_words and not self._ignore_merges and SPACE in self.vocab:
             # No merge joins a letter to a space behind it, so words can be merged one by one, and remembered.
-            self._splits.append(re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+").findall)
+            self._steps.append(_each(re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+").findall))
 
     def _read_decoder(self, config: dict | None) -> None:
         self.leading_space = False
@@ -226,7 +227,7 @@ class BPE:
             if kind == "Strip" and step.get("content") == " ":
                 self.leading_space = step.get("start", 0) > 0
             elif kind == "Metaspace":
-                self.leading_space = self._adds_space
+                self.leading_space = step.get("prepend_scheme", "always") != "never"
             elif kind not in ("ByteLevel", "ByteFallback", "Fuse", "Replace"):
                 raise UserError(f"decoder {kind} is not supported: ByteLevel, Metaspace, Replace, ByteFallback, Fuse "
                                 "and Strip are")
@@ -251,6 +252,18 @@ def _sequence(config: dict | None, parts: str) -> list[dict]:
     return [step for part in config[parts] for step in _sequence(part, parts)]
 
 
+def _each(split: Callable[[str], list[str]]) -> Callable[[list[str], bool], list[str]]:
+    return lambda words, prefix: [piece for word in words for piece in split(word)]
+
+
+def _metaspace(space: str, scheme: str) -> Callable[[list[str], bool], list[str]]:
+    def step(words: list[str], prefix: bool) -> list[str]:
+        words = [word.replace(" ", space) for word in words]
+        adds = {"always": lambda i: prefix or i, "first": lambda i: prefix and not i, "never": lambda i: False}[scheme]
+        return [space + word if adds(i) and not word.startswith(space) else word for i, word in enumerate(words)]
+    return step
+
+
 def _normalisers(config: dict | None) -> list[Callable[[str, bool], str]]:
     steps = []
     for step in _sequence(config, "normalizers"):
@@ -263,7 +276,8 @@ def _normalisers(config: dict | None) -> list[Callable[[str, bool], str]]:
             old, new = step["pattern"]["String"], step["content"]
             steps.append(lambda text, prefix, old=old, new=new: text.replace(old, new))
         else:
-            raise UserError(f"normalizer {kind} is not supported: NFC, NFD, NFKC, NFKD, Prepend and Replace are")
+            raise UserError(f"normalizer {kind} is not supported: NFC, NFD, NFKC, NFKD, Prepend and Replace (of a "
+                            "string, not of a regular expression) are")
     return steps
 
 
@@ -372,9 +386,7 @@ class _Alphabet(dict):
                 inside = self._alternatives(ignore_case or group == "(?i:")
                 if not self._take(r"\)"):
                     raise self._refusal("unbalanced (")
-                out.append(opening + inside + ")" + self._take(r"\?[+?]?"))
-                if self._take(r"[*+{]"):  # (a+)+ takes exponential time, and no tokenizer needs it
-                    raise self._refusal("a repeated group")
+                out.append(opening + inside + ")" + self._take(r"\?[+?]?"))  # no (a+)+, which takes exponential time
             else:
                 out.append(self._class(self._atom(), ignore_case))
                 out.append(self._take(r"[?*+][+?]?|\{\d+(,\d*)?\}|\{,\d+\}"))

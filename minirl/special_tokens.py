@@ -13,19 +13,22 @@ any text, and text again when decoded. They cannot open or close a turn.
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minirl.bpe import WHITESPACE
+from minirl.bpe import MAX_ID, WHITESPACE
 from minirl.config import UserError, read_json
 
-MAX_ID = 2**22  # no vocabulary is larger; a broken file that says otherwise shall not cost the memory
 TURN_MARK = re.compile(r"<\|.*\|>|<｜.*｜>|\[/?[A-Z_]+\]|<(start|end)_of_turn>|</?s>", re.DOTALL)
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<|eot_id|>")
-SPARE = re.compile(r"pad\b|pad_|_pad|reserved|unused|extra", re.IGNORECASE)  # names of rows that mean nothing
+SPARE = ("pad", "reserved", "unused", "extra")  # in the names of rows that mean nothing
+
+
+_SPACES = re.compile(f"[{WHITESPACE}]*")
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,12 @@ class Added:
         pattern, tokens = self._patterns[key]
         parts, end = [], 0
         for match in pattern.finditer(text):
-            token = tokens[match.group()]
-            before, start = text[end:match.start()], end
-            end = match.end()
-            if token.lstrip:
-                before = before.rstrip(WHITESPACE)
-            if token.rstrip:
-                end = len(text) - len(text[end:].lstrip(WHITESPACE))
-            if start < match.start() and before:
-                parts.append(before)
-            parts.append(token.id)
+            token, (a, b) = tokens[match.group()], match.span()
+            if token.single_word and (_in_word(text[a - 1:a]) or _in_word(text[b:b + 1])):
+                continue
+            before = text[end:a].rstrip(WHITESPACE if token.lstrip else "")
+            parts += [before, token.id] if before else [token.id]
+            end = _SPACES.match(text, b).end() if token.rstrip else b
         return [*parts, text[end:]] if end < len(text) else parts
 
     def _pattern(self, special: bool, normalise: Callable | None) -> tuple[re.Pattern, dict[str, AddedToken]] | None:
@@ -80,9 +79,7 @@ class Added:
                   if (special or not token.special) and token.normalized == (normalise is not None)}
         if not tokens:
             return None
-        longest_first = sorted(tokens, key=len, reverse=True)
-        return re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" if tokens[name].single_word else re.escape(name)
-                                   for name in longest_first)), tokens
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))), tokens
 
 
 class Files:
@@ -103,13 +100,8 @@ class Files:
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def name(self, key: str) -> str | None:
-        """The name of "eos_token" and the like: a string, or {"content": string}."""
-        for values in (self.config, self.names):
-            value = values.get(key)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str) and value:
-                return value
-        return None
+        """The name of "eos_token" and the like, if a file has one."""
+        return _content(self.config.get(key)) or _content(self.names.get(key))
 
     def added(self, listed: list[dict], find: Callable[[str], int | None]) -> Added:
         """All added tokens: those `listed` in tokenizer.json, in tokenizer_config.json, in added_tokens.json.
@@ -126,7 +118,8 @@ class Files:
                 tokens[name] = AddedToken(name, token)
             if name in tokens:
                 tokens[name] = replace(tokens[name], special=True)
-        return Added(replace(token, special=True) if TURN_MARK.fullmatch(name) else token
+        control = {name for name, token in tokens.items() if token.special or TURN_MARK.fullmatch(name)}
+        return Added(replace(token, special=True, normalized=False) if name in control else token
                      for name, token in tokens.items())
 
     def rows(self, listed: list[dict]) -> list[dict]:
@@ -139,8 +132,7 @@ class Files:
         for values in (self.config, self.names):
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 more = values.get(key) or []
-                for value in more.values() if isinstance(more, dict) else more:
-                    names.append(value["content"] if isinstance(value, dict) else value)
+                names += map(_content, more.values() if isinstance(more, dict) else more)
         return names
 
     def ends(self, special: dict[str, int], own: int | None) -> tuple[int, ...]:
@@ -151,8 +143,8 @@ class Files:
         name = self.name("eos_token")
         if name is not None and name not in special:
             raise UserError(f"{self.folder}: the eos_token {name!r} has no id in the vocabulary")
-        ids = [special.get(name, own), *ids, *[special[name] for name in ENDS if name in special][:not ids]]
-        ids = [token for token in ids if token is not None]
+        ids = [token for token in [special.get(name, own), *ids] if token is not None]
+        ids = ids or [special[name] for name in ENDS if name in special][:1]
         if not ids:
             raise UserError(f"{self.folder}: no end-of-text token; name an eos_token in tokenizer_config.json")
         return tuple(dict.fromkeys(ids))
@@ -164,7 +156,7 @@ class Files:
         then `spare`, a row that no text gives; then the last control token.
         """
         candidates = [special.get(self.name("pad_token")), self.generation.get("pad_token_id"),
-                      *(token for name, token in special.items() if SPARE.search(name)),
+                      *(token for word in SPARE for name, token in special.items() if word in name.lower()),
                       special.get(self.name("unk_token")), spare, *reversed(special.values())]
         allowed = {*special.values(), spare} - {eos_id, None}
         for token in candidates:
@@ -179,6 +171,19 @@ class Files:
         """
         adds = self.config.get("add_bos_token", start is not None)
         return special.get(self.name("bos_token") if start is None else start) if adds else None
+
+
+def _content(value: Any) -> str | None:
+    """A token is written as its name, or as {"content": name}."""
+    name = value.get("content") if isinstance(value, dict) else value
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"a special token is named {name!r}, which is no name")
+    return name
+
+
+def _in_word(character: str) -> bool:
+    return bool(character) and (unicodedata.category(character)[0] in "LM" or character in "\u200c\u200d"
+                                or unicodedata.category(character) in ("Nd", "Nl", "Pc"))
 
 
 def template_start(post_processor: dict | None) -> str | None:

@@ -13,12 +13,15 @@ import codecs
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
 
+from minirl import spm
 from minirl.bpe import BPE, SPACE, byte_characters
 from minirl.config import UserError, read_json, write_text
 from minirl.special_tokens import Added, AddedToken, Files, template_start
@@ -35,12 +38,17 @@ class Tokenizer(ABC):
     bos_id: int | None  # what every text begins with; None if this tokenizer's texts begin with nothing
     eos_id: int
     pad_id: int  # a row of the embedding, and never eos_id: a padded tail must not look like an end of text
-    stop_ids: tuple[int, ...]  # eos_id, and other control tokens at which generation_config.json stops
-    special: dict[str, int]  # name -> id of every control token
+    special: Mapping[str, int] = MappingProxyType({})  # name -> id of every control token
     bos_token: str | None = None  # the names that a chat template asks for
     eos_token: str | None = None
     chat_template: str | None = None  # of tokenizer_config.json, and written back by `save`
     leading_space = False  # does encode() put a space in front of a text?
+    _more_stops: tuple[int, ...] = ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """eos_id, and after it the other control tokens at which generation_config.json says to stop."""
+        return (self.eos_id, *self._more_stops)
 
     @abstractmethod
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
@@ -101,7 +109,6 @@ class ByteTokenizer(Tokenizer):
     bos_id = None
     eos_id = 256
     pad_id = 257
-    stop_ids = (256,)
     eos_token = "<|endoftext|>"
 
     def __init__(self) -> None:
@@ -115,7 +122,7 @@ class ByteTokenizer(Tokenizer):
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else b""
+        return bytes([token]) if 0 <= token < 256 else b""
 
     def save(self, folder: str | Path) -> None:
         """In transformers' words: a byte-level BPE without merges, and two special tokens."""
@@ -144,8 +151,8 @@ class _FileTokenizer(Tokenizer):
             table[token.id] = b"" if token.special else token.content.encode()
         self._table, self.vocab_size = table, len(table)
         self.bos_id = bos_id
-        self.stop_ids = files.ends(self.special, own_eos)
-        self.eos_id = self.stop_ids[0]
+        self.eos_id, *more = files.ends(self.special, own_eos)
+        self._more_stops = tuple(more)
         self.pad_id = files.pad(self.special, self.eos_id, spare)
         self._table[self.pad_id] = b""
         names = {token: name for name, token in self.special.items()}
@@ -164,6 +171,10 @@ class _FileTokenizer(Tokenizer):
         config = {"clean_up_tokenization_spaces": False, **defaults, **self._files.config,
                   **{key: value for key, value in used.items() if value is not None}}
         config.pop("auto_map", None)  # names code in a folder that is not this one
+        decoder = {str(token): {"content": name, "special": name in self.special}  # from added_tokens.json
+                   for name, token in self._files.more.items()} | config.get("added_tokens_decoder", {})
+        if decoder:
+            config["added_tokens_decoder"] = decoder
         _write_json(folder / "tokenizer_config.json", config)
 
 
@@ -181,22 +192,23 @@ class SentencePieceTokenizer(_FileTokenizer):
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
+        files = Files(path.parent)
         json_file = path.with_name("tokenizer.json")
-        self._json = read_json(json_file) if json_file.is_file() else None
+        self._json = json_file.read_bytes() if json_file.is_file() else None
+        listed = (read_json(json_file).get("added_tokens") or []) if json_file.is_file() else []
         try:
-            self.proto = path.read_bytes()
-            plain = sentencepiece.SentencePieceProcessor(model_proto=self.proto)
-            added, proto = self._read_added(plain, files := Files(path.parent))
+            plain = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            self._model = spm.Model(path.read_bytes())
+            added, proto = self._read_added(files, listed)
             self._first = sentencepiece.SentencePieceProcessor(model_proto=proto)
-            self._next = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
+            self._next = sentencepiece.SentencePieceProcessor(model_proto=proto + spm.NO_DUMMY_PREFIX)
         except (RuntimeError, IndexError):
             raise UserError(f"{path} is no SentencePiece model, or only a part of one") from None
-        self._prefix = files.config.get("add_prefix_space") is not False
+        self.leading_space = self._model.adds_space and files.config.get("add_prefix_space") is not False
         self._legacy = bool(files.config.get("legacy"))
-        self.leading_space = self._prefix and self._first.normalize("a").startswith(SPACE)
         start = plain.id_to_piece(plain.bos_id()) if plain.bos_id() >= 0 else None
         own_eos = plain.eos_id() if plain.eos_id() >= 0 else None
-        self._read_files(files, added, [self._piece_bytes(token) for token in range(plain.vocab_size())],
+        self._read_files(files, added, [_piece_bytes(piece) for piece in self._model.pieces],
                          files.bos(added.special, start), own_eos, spare=plain.unk_id())
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
@@ -205,64 +217,75 @@ class SentencePieceTokenizer(_FileTokenizer):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                begins = not continued if number == 0 else self._legacy
-                ids += (self._first if begins and self._prefix else self._next).encode(_whole(part))
+                begins = self._legacy if number else not continued
+                ids += (self._first if begins and self.leading_space else self._next).encode(_whole(part))
         return ids
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.model unchanged, and the tokenizer_config.json of a Llama tokenizer.
+        """Write tokenizer.model unchanged, the same as a tokenizer.json, and tokenizer_config.json.
 
-        transformers 5 reads the pieces into an engine of its own, which gives the same ids for a BPE model,
-        unless a text begins with a space (it adds no second one) or the model tidies up runs of spaces.
+        llama.cpp reads the first, transformers and vLLM the second. Their ids are the same, with two exceptions: a
+        model that rewrites characters (nmt_nfkc) loses some combining marks there, and one that tidies up spaces does
+        so behind control tokens as well.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.model").write_bytes(self.proto)
+        (folder / "tokenizer.model").write_bytes(self._model.proto)
+        if self._json is not None:
+            (folder / "tokenizer.json").write_bytes(self._json)
+        else:
+            found = [AddedToken(piece.name, token, normalized=True) for token, piece in enumerate(self._model.pieces)
+                     if piece.kind == spm.USER_DEFINED and piece.name not in self._added.tokens]
+            added = sorted([*self._added.tokens.values(), *found], key=lambda token: token.id)
+            bos = next((name for name, token in self.special.items() if token == self.bos_id), None)
+            file = self._model.tokenizer_json(list(map(asdict, added)), bos, self.leading_space, self._legacy)
+            if file is not None:
+                _write_json(folder / "tokenizer.json", file)
         unknown = self._first.id_to_piece(self._first.unk_id())
-        self._save_config(folder, tokenizer_class="LlamaTokenizer", legacy=False, add_eos_token=False,
+        self._save_config(folder, tokenizer_class="PreTrainedTokenizerFast", legacy=False, add_eos_token=False,
                           add_bos_token=self.bos_id is not None, unk_token=unknown)
 
-    def _read_added(self, plain: sentencepiece.SentencePieceProcessor, files: Files) -> tuple[Added, bytes]:
+    def _read_added(self, files: Files, listed: list[dict]) -> tuple[Added, bytes]:
         """The added tokens, the file's own control pieces among them; and the file with all of these as control pieces.
 
         SentencePiece finds user-defined pieces in plain text. Those that look like a mark, `<|im_end|>` or `[INST]`,
         are control tokens, unless a JSON file says that they are ordinary.
         """
-        pieces = {plain.id_to_piece(token): token for token in range(plain.vocab_size())}
-        listed = (self._json or {}).get("added_tokens", [])
         known = {row["content"] for row in files.rows(listed)}
-        marks = {name for _, _, name, kind in _pieces(self.proto) if kind == 4 and name not in known
-                 and re.fullmatch(r"[<\[].{1,98}[>\]]", name, re.DOTALL)}
-        own = [{"id": token, "content": piece, "special": True} for piece, token in pieces.items()
-               if plain.is_control(token) or plain.is_unknown(token) or piece in marks]
-        added = files.added([*listed, *own], pieces.get)
-        ordinary = {name for name, token in added.special.items() if pieces.get(name) == token
-                    and not (plain.is_control(token) or plain.is_unknown(token) or plain.is_byte(token))}
-        return added, _as_control(self.proto, ordinary)
+        marks = {piece.name for piece in self._model.pieces if piece.kind == spm.USER_DEFINED
+                 and re.fullmatch(r"[<\[].{1,98}[>\]]", piece.name, re.DOTALL)} - known
+        own = [{"id": token, "content": piece.name, "special": True} for token, piece in enumerate(self._model.pieces)
+               if piece.kind in (spm.UNKNOWN, spm.CONTROL) or piece.name in marks]
+        ids = {piece.name: token for token, piece in enumerate(self._model.pieces)}
+        added = files.added([*listed, *own], ids.get)
+        text = {piece.name for token, piece in enumerate(self._model.pieces)
+                if piece.kind in (spm.NORMAL, spm.USER_DEFINED) and added.special.get(piece.name) == token}
+        return added, self._model.with_control(text)
 
-    def _piece_bytes(self, token: int) -> bytes:
-        if self._first.is_control(token) or self._first.is_unknown(token):
-            return b""
-        piece = self._first.id_to_piece(token)
-        if self._first.is_byte(token):  # <0x0A>
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace(SPACE, " ").encode()
+
+def _piece_bytes(piece: spm.Piece) -> bytes:
+    if piece.kind in (spm.CONTROL, spm.UNKNOWN):
+        return b""
+    return bytes([int(piece.name[3:5], 16)]) if piece.kind == spm.BYTE else piece.name.replace(SPACE, " ").encode()
 
 
 class BPETokenizer(_FileTokenizer):
     """The BPE of a tokenizer.json: GPT-2, Llama 3, Qwen, SmolLM, and Llama 2 where it has no tokenizer.model."""
 
-    def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        self._json = (folder / "tokenizer.json").read_bytes()
-        file, files = read_json(folder / "tokenizer.json"), Files(folder)
+    def __init__(self, folder: str | Path, file: dict[str, Any]) -> None:
+        """file: what tokenizer.json in the folder holds."""
+        files = Files(Path(folder))
+        self._json = (Path(folder) / "tokenizer.json").read_bytes()
         vocab = file["model"]["vocab"] if file["model"].get("type", "BPE") == "BPE" else {}
         added = files.added(file.get("added_tokens") or [], vocab.get)
         self._bpe = BPE(file, frozenset(added.special.values()))
         self.leading_space = self._bpe.leading_space
         self._normalized = any(token.normalized for token in added.tokens.values())
         bos_id = files.bos(added.special, template_start(file.get("post_processor")))
-        self._read_files(files, added, self._bpe.piece_bytes(), bos_id, None, self._bpe.unused_byte())
+        self._read_files(files, added, self._bpe.piece_bytes(), bos_id, None, self._bpe.unused())
+        for token in added.tokens.values():
+            if token.normalized:
+                self._table[token.id] = self._bpe.normalise(token.content).replace(SPACE, " ").encode()
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
         ids: list[int] = []
@@ -277,6 +300,7 @@ class BPETokenizer(_FileTokenizer):
             text = self._bpe.normalise(part, prefix)
             for inner in self._added.split(text, special, self._bpe.normalise):
                 ids += [inner] if isinstance(inner, int) else self._bpe.encode_normalised(inner, prefix)
+                prefix = self._bpe.prefix_everywhere
         return ids
 
     def save(self, folder: str | Path) -> None:
@@ -296,21 +320,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     model, json_file = folder / "tokenizer.model", folder / "tokenizer.json"
-    if not json_file.is_file():
-        if not model.is_file():
-            raise UserError(f"{folder} holds no tokenizer: neither tokenizer.model nor tokenizer.json")
-        return SentencePieceTokenizer(model)
-    file = read_json(json_file)
+    if not model.is_file() and not json_file.is_file():
+        raise UserError(f"{folder} holds no tokenizer: neither tokenizer.model nor tokenizer.json")
     try:
-        if model.is_file() and _agree(model, file):
+        file = read_json(json_file) if json_file.is_file() else None
+        if file is None or (model.is_file() and _agree(model, file)):
             return SentencePieceTokenizer(model)
-        if file["model"]["vocab"] == _byte_vocab() and not file["model"]["merges"] and len(file["added_tokens"]) == 2:
+        names = {row.get("content"): row.get("id") for row in file.get("added_tokens") or []}
+        if file["model"]["vocab"] == _byte_vocab() and not file["model"]["merges"] and names == ByteTokenizer().special:
             return ByteTokenizer()
-        return BPETokenizer(folder)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{json_file} is no tokenizer that minirl can read: {type(error).__name__} {error}") from None
+        return BPETokenizer(folder, file)
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from None
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise UserError(f"{folder} has a tokenizer that minirl cannot read: {type(error).__name__}: {error}") from None
 
 
 def _agree(model: Path, file: dict[str, Any]) -> bool:
@@ -321,54 +344,8 @@ def _agree(model: Path, file: dict[str, Any]) -> bool:
         return False
     vocab = file["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: token for token, (piece, _) in enumerate(vocab)}
-    ids.update({row["content"]: row["id"] for row in file.get("added_tokens", [])})
+    ids.update({row.get("content"): row.get("id") for row in file.get("added_tokens") or []})
     return all(ids.get(pieces.id_to_piece(token)) == token for token in range(pieces.vocab_size()))
-
-
-# Protobuf messages merge when they are concatenated, and the last value counts. This one holds only
-# normalizer_spec { add_dummy_prefix: false  remove_extra_whitespaces: false }; without the second, " b"
-# after "a" would lose its space in a model that tidies up spaces.
-_NO_DUMMY_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
-
-
-def _pieces(proto: bytes) -> Iterator[tuple[int, int, str, int]]:
-    """(start, end, name, type) of every piece in a SentencePiece ModelProto; the types are 1 normal, 4 user-defined...
-
-    All fields of ModelProto have a length, and field 1 is a piece: name (field 1), score (2, a float), type (3).
-    """
-    at = 0
-    while at < len(proto):
-        start = at
-        length, body = _varint(proto, at + 1)
-        at = body + length
-        if proto[start] == 0x0A:
-            size, name = _varint(proto, body + 1)
-            kind = re.search(rb"\x18(.)\Z", proto[name + size:at], re.DOTALL)
-            yield start, at, proto[name:name + size].decode(errors="replace"), kind[1][0] if kind else 1
-
-
-def _as_control(proto: bytes, names: set[str]) -> bytes:
-    """The model with some of its pieces made control pieces, which SentencePiece does not find in text."""
-    parts, done = [], 0
-    for start, end, name, _ in _pieces(proto):
-        if name in names:
-            length, body = _varint(proto, start + 1)
-            parts += [proto[done:start], b"\n", _to_varint(length + 2), proto[body:end], b"\x18\x03"]
-            done = end  # of two types in a piece the last one counts, so one is appended
-    return b"".join([*parts, proto[done:]])
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number in protobuf's seven bits a byte, and where it ends."""
-    value = shift = 0
-    while True:
-        value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
-        if data[at - 1] < 128:
-            return value, at
-
-
-def _to_varint(value: int) -> bytes:
-    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _to_varint(value >> 7)
 
 
 def _byte_vocab() -> dict[str, int]:
