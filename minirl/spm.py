@@ -78,7 +78,7 @@ class Model:
                      "continuing_subword_prefix": None, "end_of_word_suffix": None, "byte_fallback": fallback,
                      "ignore_merges": False, "merges": self._merges(),
                      "vocab": {piece.name: number for number, piece in enumerate(self.pieces)}}
-        characters = [{"type": "NFC"},  # "Precompiled" looks at one character at a time, and composes none
+        characters = [{"type": "NFC"},  # "Precompiled" does not put the letters of a Korean syllable together
                       {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(self.characters).decode()}]
         tidy = [{"type": "Replace", "pattern": {"Regex": f"[ {SPACE}]+\\z"}, "content": ""},
                 {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]

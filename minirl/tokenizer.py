@@ -225,8 +225,8 @@ class SentencePieceTokenizer(_FileTokenizer):
         """Write tokenizer.model unchanged, the same as a tokenizer.json, and tokenizer_config.json.
 
         llama.cpp reads the first, transformers and vLLM the second. Their ids are the same, with two exceptions: a
-        model that rewrites characters (nmt_nfkc) loses some combining marks there, and one that tidies up spaces does
-        so behind control tokens as well.
+        model that rewrites characters (nmt_nfkc) swaps or loses some combining marks there, and one that tidies up
+        spaces does so behind control tokens as well.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
