@@ -69,11 +69,13 @@ class BPE:
         return self.encode_normalised(self.normalise(text, prefix), prefix)
 
     def normalise(self, text: str, prefix: bool = True) -> str:
+        """The first half of `encode`. Some added tokens are looked for between the two (`AddedToken.normalized`)."""
         for normaliser in self._normalisers:
             text = normaliser(text, prefix)
         return text
 
     def encode_normalised(self, text: str, prefix: bool = True) -> list[int]:
+        """The second half: cut the text into words, and merge each that has not been met before."""
         if not text:
             return []
         words = [text]
@@ -206,8 +208,7 @@ class BPE:
                 self._steps.append(_each(Split(source, step["behavior"], step.get("invert", False))))
             elif kind == "Digits":
                 self._steps.append(_each(Split(r"\p{N}" if step.get("individual_digits") else r"\p{N}+")))
-            elif kind == "Metaspace":
-                space = step.get("replacement", SPACE)
+            elif kind == "Metaspace" and (space := step.get("replacement", SPACE)) in (SPACE, " "):
                 scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
                 self.prefix_everywhere &= scheme != "first"
                 self._steps.append(_metaspace(space, scheme))

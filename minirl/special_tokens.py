@@ -9,7 +9,8 @@ his own (`special=True`). Control is, whatever else the files say of it,
   `<start_of_turn>`. Some files flag these `"special": false`.
 
 The other added tokens (`<think>`, `<tool_call>`, runs of spaces) are ordinary vocabulary, as in Hugging Face: found in
-any text, and text again when decoded. They cannot open or close a turn.
+any text, and text again when decoded. They cannot open or close a turn. The unknown token is the one control token
+that text can give, for a character that a vocabulary without bytes lacks; it marks nothing.
 """
 
 import re
