@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from minirl.config import UserError
-from minirl.model import LAYER_TYPES, ModelConfig
 from minirl.rope import TYPES, RopeScaling, original
+from minirl.shape import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ ARCHITECTURES = {
 
 # ---- config.json ----
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS = typing.get_type_hints(ModelConfig)
 
 
@@ -279,13 +280,15 @@ def _write_rope(config: ModelConfig, arch: Architecture) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """A value out of a JSON file, as the number, text, tuple or dictionary that it has to be."""
-    several = kind is tuple or typing.get_origin(kind) is tuple
-    if several and isinstance(value, list | tuple):
-        return tuple(_checked(name, each, typing.get_args(kind)[0]) for each in value)
-    if kind is float and type(value) is int:
+    form, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if form is tuple and isinstance(value, list | tuple):
+        return tuple(_checked(name, each, inner[0]) for each in value)
+    if form is typing.Literal:
+        form = type(inner[0])  # which of them, ModelConfig checks
+    if form is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
-        raise UserError(f"{name} is {value!r}: it must be of type {'list' if several else kind.__name__}")
+    if type(value) is not form:
+        raise UserError(f"{name} is {value!r}: it must be of type {'list' if form is tuple else form.__name__}")
     return value
 
 
@@ -313,20 +316,20 @@ class Stored(NamedTuple):
 
 def tensor_layout(kind: str, parameters: dict[str, Tensor]) -> dict[str, Stored]:
     """What the files of a `model_type` hold, by Hugging Face's names. The parameters' values are not looked at."""
-    arch, ours = ARCHITECTURES[kind], {}
+    ours, layout = {}, {}
     for name in parameters:
-        ours.setdefault(_hf_name(name, arch), []).append(name)
-    layout = {}
-    for hf_name, names in ours.items():
+        ours.setdefault(hf_name(name, kind), []).append(name)
+    for theirs, names in ours.items():
         rows = [parameters[name].shape[0] for name in names]
         shape = sum(rows), *parameters[names[0]].shape[1:]
-        transposed = arch.transposed and names[0].endswith("_proj.weight")
-        layout[hf_name] = Stored(names, rows, shape[::-1] if transposed else shape, transposed)
+        transposed = ARCHITECTURES[kind].transposed and names[0].endswith("_proj.weight")
+        layout[theirs] = Stored(names, rows, shape[::-1] if transposed else shape, transposed)
     return layout
 
 
-def _hf_name(name: str, arch: Architecture) -> str:
+def hf_name(name: str, kind: str) -> str:
     """layers.3.mlp.up_proj.weight -> model.layers.3.mlp.up_proj.weight, or GPT-2's transformer.h.3.mlp.c_fc.weight."""
+    arch = ARCHITECTURES[kind]
     layer, module, leaf = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
     if module == "lm_head":
         return name

@@ -5,17 +5,17 @@
 
 B rows, T tokens, D hidden size, V vocabulary, H query heads, K key/value heads (H is a multiple of K), E head size.
 
-Modules and config fields carry the names that Llama's Hugging Face checkpoints use, so that opening one is a copy and
-not a translation (`checkpoint.py` has a table for its relatives). What is deliberately absent: losses, padding masks,
-dropout, and anything distributed. Rows are padded on the right, and a causal model cannot look there: the padded tail
-needs no mask, only a loss that skips it.
+A Llama is what is left when every option of `ModelConfig` has its default. Modules carry the names of its Hugging Face
+checkpoints, so that opening one is a copy and not a translation (for its relatives `architectures.py` translates). What
+is deliberately absent: losses, padding masks, dropout, and anything distributed. Rows are padded on the right, and a
+causal model cannot look there: the padded tail needs no mask, only a loss that skips it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,118 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minirl.config import UserError
-from minirl.rope import RopeScaling, Rotary, limit
-
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model. Field names are those of a Hugging Face `config.json` wherever it has one.
-
-    The defaults are Llama's; behind each option stands who needs it.
-    """
-
-    vocab_size: int
-    hidden_size: int  # D
-    intermediate_size: int  # width of the MLP
-    num_hidden_layers: int
-    num_attention_heads: int  # H
-    num_key_value_heads: int = 0  # K; 0: as many as query heads
-    head_dim: int = 0  # E; 0: hidden_size / num_attention_heads
-    max_position_embeddings: int = 2048  # longest context in tokens
-    tie_word_embeddings: bool = True
-    # what a layer looks like
-    qkv_bias: bool = False  # Qwen2
-    output_bias: bool = False  # bias of the attention's output projection
-    mlp_bias: bool = False
-    hidden_act: str = "silu"  # one of ACTIVATIONS; Gemma: gelu_pytorch_tanh
-    gated_mlp: bool = True  # GPT-2: no gate
-    norm: str = "rms"  # "gemma": RMSNorm that stores weight - 1; "layer": LayerNorm (GPT-2)
-    rms_norm_eps: float = 1e-5  # of every norm
-    norm_placement: str = "pre"  # f(norm(x)); "post": norm(f(x)) (OLMo 2); "both": norm(f(norm(x))) (Gemma 2, 3)
-    qk_norm: bool = False  # norm on each query and key head (Qwen3, Gemma 3),
-    qk_norm_across_heads: bool = False  # or one over all of them (OLMo 2)
-    query_pre_attn_scalar: float = 0.0  # scores are divided by its square root; 0: head_dim
-    attn_logit_softcapping: float = 0.0  # c: a score z becomes c tanh(z / c) (Gemma 2); 0: off
-    final_logit_softcapping: float = 0.0  # the same for the logits
-    scale_embedding: bool = False  # times sqrt(hidden_size) (Gemma)
-    # where a token stands
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None  # how a longer context was reached
-    rope_local_base_freq: float = 0.0  # theta of layers with a window, without scaling (Gemma 3); 0: as the others
-    partial_rotary_factor: float = 1.0  # share of a head's components that turn (Phi-4)
-    no_rope_layers: tuple[int, ...] = ()  # 1 or 0 a layer; 0: no rotation (SmolLM3); (): all layers turn
-    learned_positions: bool = False  # an embedding of each position, instead of rotations (GPT-2)
-    # what a token sees
-    sliding_window: int = 0  # itself and the window - 1 tokens before it (Mistral); 0: all before it
-    layer_types: tuple[str, ...] = ()  # "sliding_attention" or "full_attention" a layer; (): all the same
-    # what it was called
-    model_type: str = field(default="", compare=False)  # Hugging Face's name; "": found by the options
-
-    def __post_init__(self):
-        layers, heads = self.num_hidden_layers, self.num_attention_heads
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "max_position_embeddings", "rope_theta", "partial_rotary_factor"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} {getattr(self, name)} must be above 0, and finite")
-        for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "query_pre_attn_scalar",
-                     "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq", "sliding_window"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name} {getattr(self, name)} must be 0 (the default) or above, and finite")
-        for name, choices in (("hidden_act", (*ACTIVATIONS,)), ("norm", NORMS), ("norm_placement", PLACEMENTS)):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} {getattr(self, name)!r} is not supported: supported are {[*choices]}")
-        if not self.num_key_value_heads:
-            object.__setattr__(self, "num_key_value_heads", heads)
-        if heads % self.num_key_value_heads:
-            raise UserError(f"num_attention_heads {heads} is not a multiple of "
-                            f"num_key_value_heads {self.num_key_value_heads}")
-        if not self.head_dim and self.hidden_size % heads:
-            raise UserError(f"hidden_size {self.hidden_size} does not divide into {heads} heads: "
-                            "use a multiple, or give head_dim")
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, make it even")
-        if self.partial_rotary_factor > 1 or self.rotary_size < 2 or self.rotary_size % 2:
-            raise UserError(f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_size} of "
-                            f"{self.head_dim} components: rotary embeddings turn pairs, make it even")
-        for name, choices in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
-            each = getattr(self, name)
-            if each and (len(each) != layers or not {*each} <= {*choices}):
-                raise UserError(f"{name} must hold {choices[0]!r} or {choices[1]!r} for each of {layers} layers, "
-                                f"not {[*each]}")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise UserError("layer_types has layers of sliding_attention, but sliding_window is 0")
-        if self.rope_scaling and self.rope_scaling.rope_type == "longrope":
-            for name in ("short_factor", "long_factor"):
-                if len(getattr(self.rope_scaling, name)) != self.rotary_size // 2:
-                    raise UserError(f"{name} has {len(getattr(self.rope_scaling, name))} numbers for "
-                                    f"{self.rotary_size // 2} rotary pairs")
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """How many tokens a query of each layer sees, itself included; 0: all up to itself."""
-        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
-        return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in types)
-
-    @property
-    def limit(self) -> float:
-        """The length that no row in a cache may exceed: beyond, there is no embedding, or every earlier key changes."""
-        if self.learned_positions:
-            return self.max_position_embeddings
-        return limit(self.max_position_embeddings, self.rope_scaling)
-
-    @property
-    def context(self) -> int:
-        """The longest row that can be sampled, in tokens."""
-        return int(min(self.max_position_embeddings, self.limit))
-
-    @property
-    def rotary_size(self) -> int:
-        """R, how many components of each head turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
+from minirl.rope import Rotary
+from minirl.shape import ModelConfig
 
 
 class KVCache:
@@ -209,8 +99,6 @@ class GemmaNorm(RMSNorm):
 
 
 NORMS = {"rms": RMSNorm, "gemma": GemmaNorm, "layer": nn.LayerNorm}
-PLACEMENTS = ("pre", "post", "both")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass
@@ -306,6 +194,9 @@ def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
     return out.view(B, K, H // K, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
+
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x)), or with another activation, or without the gate."""
 
@@ -388,7 +279,7 @@ class Transformer(nn.Module):
         frames = self._frames(tokens, positions, documents, cache)
         x = self.embed_tokens(tokens)
         if self.config.scale_embedding:
-            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()  # rounded as Gemma was trained
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as it was in Gemma's training
         if self.config.learned_positions:
             x = x + self.embed_positions(frames[0].positions)
         for layer, (block, frame) in enumerate(zip(self.layers, frames, strict=True)):
@@ -432,70 +323,75 @@ class Transformer(nn.Module):
                 cache: KVCache | None) -> list[Frame]:
         """The frame of each layer; layers of one kind share theirs."""
         config, T, dtype = self.config, tokens.shape[1], self.embed_tokens.weight.dtype
-        repeats = config.num_attention_heads // config.num_key_value_heads
-        rotaries, windows = ({kind[i] for kind in self.kinds} for i in (0, 1))
-        gaps = positions is not None  # given positions may lie further apart than T
+        share = config.num_attention_heads // config.num_key_value_heads
+        span = T if positions is None else math.inf  # how far apart the positions of a row may lie
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None] if documents is None else restart(documents)
-        turns = {rotary: rotary(positions, dtype) if rotary else (None, None) for rotary in rotaries}
-        sights = {}
+        windows = {window for _, window in self.kinds}
         if cache is not None:
             first, last = (int(p) for p in positions.aminmax())
             if last >= config.limit:
                 raise UserError(f"a row of {last + 1} tokens is too long: this model's cache holds for {config.limit}")
             positions = positions.expand(tokens.shape)
-            for window in windows:
-                start = max(first - window + 1, 0) if window else 0
-                # Rows of one length, one token each: they see every slot from start on.
-                mask = None if first == last else cache_mask(positions, start, last + 1, window, repeats, dtype)
-                sights[window] = mask, start, last + 1
+            sights = {window: cache_sight(positions, first, last, window, share, dtype) for window in windows}
         else:
-            if T > config.limit and config.learned_positions:
+            if config.learned_positions and T > config.limit:
                 raise UserError(f"a row of {T} tokens is too long: this model has {config.limit} positions")
+            fused = not config.attn_logit_softcapping  # that kernel knows by itself what causal means, and who shares
+            sights = {}
             for window in windows:
-                plain = documents is None and not (window and (gaps or T > window))
-                softcap = config.attn_logit_softcapping
-                sights[window] = None if plain and not softcap else causal_mask(
-                    positions, documents, window, repeats if softcap else 1, dtype), 0, 0
+                plain = fused and documents is None and (not window or span <= window)
+                mask = None if plain else row_sight(positions, documents, window, 1 if fused else share, dtype)
+                sights[window] = mask, 0, 0
+        turns = {rotary: rotary(positions, dtype) if rotary else (None, None)
+                 for rotary in {rotary for rotary, _ in self.kinds}}
         frames = {kind: Frame(*turns[kind[0]], positions, *sights[kind[1]]) for kind in {*self.kinds}}
         return [frames[kind] for kind in self.kinds]
 
 
 def layer_kinds(config: ModelConfig) -> list[tuple[Rotary | None, int]]:
-    """What makes the layers of a model differ: (rotation, window) of each."""
+    """What makes the layers of a model differ: how each turns, and its window."""
     shape = config.rotary_size, config.max_position_embeddings
-    everywhere = local = Rotary(config.rope_theta, *shape, config.rope_scaling)
+    far = near = Rotary(config.rope_theta, *shape, config.rope_scaling)
     if config.rope_local_base_freq:
-        local = Rotary(config.rope_local_base_freq, *shape)
-    turning = (0 if config.learned_positions else 1,) * config.num_hidden_layers
-    return [((local if window else everywhere) if turns else None, window)
-            for turns, window in zip(config.no_rope_layers or turning, config.windows, strict=True)]
+        near = Rotary(config.rope_local_base_freq, *shape)
+    turning = config.no_rope_layers or [not config.learned_positions] * config.num_hidden_layers
+    return [((near if window else far) if turns else None, window) for turns, window in zip(turning, config.windows)]
 
 
-def cache_mask(positions: Tensor, start: int, used: int, window: int, repeats: int, dtype: torch.dtype) -> Tensor:
-    """Which of the slots start .. used - 1 do tokens at `positions` (B, T) see? Additive (B, 1, repeats * T, slots)."""
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool (True: may not be seen) -> 0 or -inf. A token always sees itself, so no row is all -inf."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def cache_sight(positions: Tensor, first: int, last: int, window: int, share: int,
+                dtype: torch.dtype) -> tuple[Tensor | None, int, int]:
+    """Which slots do tokens at `positions` (B, T) see, the first and last of which are given?
+
+    Returns mask, start, used: mask is additive (B, 1, share * T, used - start), for `share` query heads a key head.
+    """
+    start, used = max(first - window + 1, 0) if window else 0, last + 1
+    if first == last:  # rows of one length, one token each: all slots in sight are seen
+        return None, start, used
     slots = torch.arange(start, used, device=positions.device)
-    hidden = slots > positions[..., None]  # (B, T, slots)
+    hidden = slots > positions[..., None]  # (B, T, used - start)
     if window:
         hidden |= slots <= positions[..., None] - window
-    return additive(hidden[:, None], dtype).repeat(1, 1, repeats, 1)
+    return additive(hidden[:, None], dtype).repeat(1, 1, share, 1), start, used
 
 
-def causal_mask(positions: Tensor, documents: Tensor | None, window: int, repeats: int, dtype: torch.dtype) -> Tensor:
-    """Which tokens of a row see which: none that comes later, none of another document, none `window` or more
-    positions back. positions (B or 1, T), documents (B, T): additive (B or 1, 1, repeats * T, T)."""
+def row_sight(positions: Tensor, documents: Tensor | None, window: int, share: int, dtype: torch.dtype) -> Tensor:
+    """Which tokens of a row see which? None that comes later, none of another document, none `window` positions back.
+
+    positions (B or 1, T), documents (B, T); returns an additive mask (B or 1, 1, share * T, T).
+    """
     T = positions.shape[1]
     hidden = torch.ones(1, T, T, dtype=torch.bool, device=positions.device).triu(1)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])  # positions alone would not isolate them
     if window:
         hidden = hidden | (positions[:, :, None] - positions[:, None, :] >= window)
-    return additive(hidden[:, None], dtype).repeat(1, 1, repeats, 1)
-
-
-def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool (True: may not be seen) -> 0 or -inf. A token always sees itself, so no row is all -inf."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    return additive(hidden[:, None], dtype).repeat(1, 1, share, 1)
 
 
 def restart(documents: Tensor) -> Tensor:

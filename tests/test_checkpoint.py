@@ -341,7 +341,7 @@ def test_rope_settings_are_read_in_both_layouts(folder):
     ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a factor"),
     ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor is '4': it must be of type float"),
     ({"rope_parameters": [1]}, "rope_parameters is [1]: it must be of type dict"),
-    ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta -1.0 must be above 0"),
+    ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta -1.0 must be at least 0"),
     ({"model_type": "qwen2", "sliding_window": "8", "use_sliding_window": True}, "sliding_window is '8'"),
     ({"model_type": "ministral", "layer_types": ["chunked_attention"] * 2}, "layer_types must hold 'full_attention'"),
     ({"model_type": "ministral", "layer_types": "full_attention"}, "layer_types is 'full_attention': it must be"),
@@ -357,7 +357,7 @@ def test_rope_settings_are_read_in_both_layouts(folder):
     ({"vocab_size": True}, "vocab_size is True"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: it must be of type bool"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
-    ({"num_attention_heads": 0}, "num_attention_heads 0 must be above 0"),
+    ({"num_attention_heads": 0}, "num_attention_heads 0 must be at least 1"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"num_key_value_heads": -2}, "num_key_value_heads -2"),
 ])
