@@ -99,7 +99,7 @@ ARCHITECTURES = {
         {"max_position_embeddings": 1024, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
          "hidden_act": "gelu_pytorch_tanh"},
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "gated_mlp": False, "norm": "layer",
-         "learned_positions": True},
+         "learned_positions": True, "num_key_value_heads": 0, "head_dim": 0, "rope_theta": 10000.0},
         {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
          "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
          "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"},
@@ -225,7 +225,8 @@ def _spelled(config: ModelConfig, kind: str) -> dict[str, Any]:
         values["sliding_window"] = arch.says["sliding_window"]  # transformers wants a number, used or not
     if kind == "gpt2" and config.hidden_act == "gelu_pytorch_tanh":
         values["hidden_act"] = "gelu_new"  # the same formula, rounded as ever
-    said = {arch.options.get(name, name): values[name] for name in (*SIZES, *SAYS, *arch.says)}
+    said = {arch.options.get(name, name): values[name] for name in (*SIZES, *SAYS, *arch.says)
+            if name not in arch.implies}
     return {"architectures": [arch.class_name], "model_type": kind, **said, **arch.requires,
             **_write_rope(config, arch)}
 
@@ -275,6 +276,8 @@ def _write_rope(config: ModelConfig, arch: Architecture) -> dict[str, Any]:
         top["rope_local_base_freq"] = config.rope_local_base_freq or config.rope_theta
         local = {"rope_type": "default", "rope_theta": top["rope_local_base_freq"]}
         rope = {"full_attention": rope, "sliding_attention": local}
+    if "original_max_position_embeddings" in arch.says and "long_factor" in scaling:  # older readers want only these
+        scaling = {"type": "longrope", "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"]}
     return {**top, "rope_scaling": scaling or None, "rope_parameters": rope}
 
 
