@@ -296,8 +296,10 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     if not index.is_file():
         raise UserError(f"{folder} holds no weights: neither model.safetensors nor {index.name} (pickled "
                         ".bin and .pt files can run code and are never opened)")
-    files = {}
-    for name, shard in read_json(index).get("weight_map", {}).items():
+    files, names = {}, read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise UserError(f"{index} has no weight_map from the names of tensors to those of files")
+    for name, shard in names.items():
         if Path(shard).name != shard:  # `../` would read a file from elsewhere
             raise UserError(f"{index}: shard {shard!r} is not a plain file name in the same folder")
         files.setdefault(folder / shard, set()).add(name)

@@ -373,6 +373,9 @@ def test_a_field_counts_where_its_architecture_reads_it(folder):
     assert torch.equal(logits(load_model(folder)), logits(model))
     edit_json(folder / "config.json", sliding_window=8)
     assert not torch.allclose(logits(load_model(folder)), logits(model))
+    edit_json(folder / "config.json", layer_types=["full_attention"] * 2)  # transformers takes that for a Ministral
+    assert load_model(folder).config.model_type == "ministral"
+    assert torch.equal(logits(load_model(folder)), logits(model))
     edit_json(folder / "config.json", model_type="llama", attn_logit_softcapping=1.0)  # no fields of llama's
     assert torch.equal(logits(load_model(folder)), logits(model))
 
@@ -513,6 +516,12 @@ def test_shards_and_index_that_disagree_are_named(sharded):
     assert f"{path} is truncated" in refused(sharded)
     path.unlink()
     assert f"{path} does not exist" in refused(sharded)
+
+
+@pytest.mark.parametrize("names", [None, [], {"model.norm.weight": 1}])
+def test_an_index_without_names_is_refused(sharded, names):
+    edit_json(sharded / "model.safetensors.index.json", weight_map=names)
+    assert "index.json has no weight_map" in refused(sharded)
 
 
 @pytest.mark.parametrize("shard", ["../whole.safetensors", "/etc/passwd", "a/b.safetensors"])

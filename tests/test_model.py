@@ -9,8 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from minirl.config import UserError
+from minirl.generate import generate
 from minirl.model import GemmaNorm, KVCache, ModelConfig, RMSNorm, Transformer
 from minirl.rope import RopeScaling
+from minirl.tokenizer import ByteTokenizer
 
 V = 17
 LLAMA = ModelConfig(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
@@ -196,10 +198,10 @@ def test_the_norm_of_gemma_by_hand():
     close(norm(x), x / math.sqrt(13), "a weight of 0 stands for 1")
     norm.weight.data = torch.tensor([1.0, -1.5]).double()
     close(norm(x), x / math.sqrt(13) * torch.tensor([2.0, -0.5]))
-    half = GemmaNorm(1, eps=0.0).bfloat16()
-    half.weight.data = torch.tensor([2.0**-9]).bfloat16()  # 1 + 2^-9 is no bfloat16
-    assert half(torch.tensor([[1.0]]).bfloat16()) == 1.0
-    assert half(torch.tensor([[-2.0]]).bfloat16()).dtype == torch.bfloat16
+    half, x = GemmaNorm(64, eps=0.0).bfloat16(), torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    half.weight.data = torch.full((64,), 0.00586).bfloat16()  # 1.00586 is no bfloat16: the nearest is 1.00781
+    wanted = x.double() / x.double().square().mean().sqrt() * (1 + half.weight.double())
+    assert torch.equal(half(x), wanted.bfloat16()), "rounded before the product"
 
 
 def test_rms_norm_of_halves_is_taken_in_float32():
@@ -332,9 +334,10 @@ def test_a_window_is_a_token_and_those_before_it_as_many_as_it_says(window):
 
 def test_a_window_counts_positions_and_not_tokens():
     model, tokens = tiny(SHAPES["mistral"]), some_tokens(1, 5)
-    for positions in ([0, 1, 2, 9, 10], [0, 2, 4, 6, 8]):
-        found = model(tokens, torch.tensor([positions]))[0]
-        close(found, naive(model, tokens[0].tolist(), positions), "a gap shortens what a window reaches", 1e-9)
+    for positions in ([0, 5, 6], [0, 1, 2, 9, 10], [0, 2, 4, 6, 8]):
+        row = tokens[:, : len(positions)]
+        found = model(row, torch.tensor([positions]))[0]
+        close(found, naive(model, row[0].tolist(), positions), "a gap shortens what a window reaches", 1e-9)
     cache = empty_cache(model, 1, 20)
     parts = [model(tokens[:, i : i + 1], torch.tensor([[p]]), cache=cache) for i, p in enumerate([0, 2, 4, 6, 8])]
     assert (torch.cat(parts, 1)[0, :2] - found[:2]).abs().max() > 1e-3, "an empty slot between two counts as a token"
@@ -454,6 +457,13 @@ def test_a_cache_that_would_hold_keys_of_other_lengths_is_refused(config, limit)
     model(some_tokens(1, 1), torch.tensor([[limit - 1]]), cache=cache)
     with pytest.raises(UserError, match=f"a row of {limit + 1} tokens is too long"):
         model(some_tokens(1, 1), torch.tensor([[limit]]), cache=cache)
+
+
+def test_what_is_sampled_ends_where_the_cache_does():
+    scaling = RopeScaling("longrope", 0.0, 9, short_factor=(1.0, 2.0), long_factor=(2.0, 3.0))
+    model = tiny(replace(LLAMA, vocab_size=300, rope_scaling=scaling))
+    rollout = generate(model, [[1, 2, 3]], ByteTokenizer(), max_new_tokens=20)
+    assert rollout.action_mask.sum() == 6 and not rollout.finished[0]
 
 
 def test_a_row_beyond_the_learned_positions_is_refused():
