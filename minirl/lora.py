@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from minirl.architectures import ARCHITECTURES, _hf_name, to_hf
+from minirl.architectures import ARCHITECTURES, hf_name, to_hf
 from minirl.checkpoint import _list, _open, _save_tensors, load_model, save_model
 from minirl.config import UserError, read_json, write_text
 from minirl.model import Transformer
@@ -527,7 +527,6 @@ def _spelling(model: Transformer) -> Callable[[str], str]:
         kind = to_hf(model.config)["model_type"]
     except UserError:
         kind = "llama"
-    arch = ARCHITECTURES[kind]
-    fused = len({*arch.modules.values()}) < len(arch.modules)
-    arch = ARCHITECTURES["llama"] if fused else arch
-    return lambda name: _hf_name(f"{name}.weight", arch).removesuffix(".weight")
+    modules = ARCHITECTURES[kind].modules
+    fused = len({*modules.values()}) < len(modules)
+    return lambda name: hf_name(f"{name}.weight", "llama" if fused else kind).removesuffix(".weight")
