@@ -234,7 +234,7 @@ def cold_start(config: Config, is_main: bool) -> Path | None:
             "max_new_tokens", "max_rows")
     return train_sft.main(train_sft.Config(
         run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
-        until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
+        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
 
 
 if __name__ == "__main__":

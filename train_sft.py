@@ -1,30 +1,34 @@
 """Supervised fine-tuning: imitate the expert, token by token.
 
-    1. take the next examples of a task, with an expert's actions
-    2. lay prompt, actions and tool output on one tape; only the actions carry a loss
-    3. minimise the mean negative log-likelihood of the action tokens
+    1. take the next rows: an expert's actions in an environment, or conversations and texts from a file
+    2. lay prompt, actions and tool output on one tape; only what the model itself would say carries a loss
+    3. minimise the mean negative log-likelihood of those tokens
 
-One denominator, the number of action tokens of the whole batch, serves all microbatches and ranks, so that the
-gradient does not depend on how the batch is cut. Left out: packing several examples into one row.
+One denominator, the number of target tokens of the whole batch, serves all microbatches and ranks, so that the
+gradient does not depend on how the batch is cut, padded or packed.
 
     torchrun train_sft.py                                          two-digit addition, from nothing
     torchrun --nproc_per_node 2 train_sft.py                       the same numbers on two ranks
-    torchrun train_sft.py --task gsm8k --data train.jsonl --init FOLDER --lr 1e-5
+    torchrun train_sft.py --task jsonl --data chats.jsonl --init FOLDER --epochs 2 --lr 1e-5 --pack
+    torchrun train_sft.py --task jsonl --data chats.jsonl --init FOLDER --epochs 2 --lr 2e-4 --lora-rank 16 --qlora
 """
 
 from dataclasses import dataclass
+from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
 import torch
 
-from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
-from minirl.config import check_not_negative, check_positive, check_run, run, save_config
+from minirl.chat import pick_template
+from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
+from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
+from minirl.data.dataset import Demonstrations, read_rows
 from minirl.env import make_env
-from minirl.env.loop import demonstrate, fit_to_context, longest_row
-from minirl.evaluate import evaluate, sample_text
+from minirl.evaluate import evaluate, evaluate_loss, sample_text
 from minirl.logprobs import Output
+from minirl.lora import add_lora, open_policy, save_policy
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer
@@ -39,28 +43,36 @@ class Config:
     # run
     run_dir: str = "runs/sft"  # folder of config.json, metrics.jsonl and the checkpoints
     resume: bool = False  # go on from the newest checkpoint in run_dir
-    seed: int = 0  # of the initial weights and the problems
+    seed: int = 0  # of the initial weights and the order of the rows
     device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
     dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
     save_every: int = 100  # steps between checkpoints
-    keep: int = 2  # newest checkpoints to keep, besides step_0
+    keep: int = 2  # newest checkpoints to keep, besides step_0 and the best
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new byte-level model of the sizes below
     hidden_size: int = 96  # width of the residual stream
     layers: int = 2  # number of blocks
     heads: int = 4  # query heads
     kv_heads: int = 4  # key and value heads
-    context: int = 0  # longest row in tokens; 0: twice what the task's examples need
-    # task
-    task: str = "addition"  # addition, calculator or gsm8k
-    data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
-    eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
-    drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
+    context: int = 0  # longest row in tokens; 0: twice what the rows need
+    lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
+    lora_alpha: float = 32.0  # the addition counts alpha / rank times
+    lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
+    qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
+    gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
+    # data
+    task: str = "addition"  # addition, calculator or gsm8k: an expert's actions; jsonl: the rows of --data
+    data: str = ""  # gsm8k: JSONL of {"question", "answer"}; jsonl: of messages, prompt and completion, or text
+    eval_data: str = ""  # JSONL file of held-out rows; empty: the last tenth of --data
+    template: str = "auto"  # chat template of messages; auto: the model's own
+    pack: bool = False  # jsonl: put rows into full windows of the context; they do not see each other
+    drop_long_rows: bool = False  # leave out rows of --data that do not fit the model's context
     difficulty: int = 2  # digits of an operand
     # optimisation
     steps: int = 1000  # optimizer updates
-    batch_size: int = 64  # examples an update, over all ranks
-    microbatch_size: int = 64  # examples a forward pass
+    epochs: float = 0.0  # passes over --data, in place of --steps; 0: what --steps make
+    batch_size: int = 64  # rows an update, over all ranks; with --pack windows
+    microbatch_size: int = 64  # rows a forward pass
     lr: float = 2e-3  # peak learning rate
     warmup_steps: int = 20  # updates of linear warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
@@ -69,72 +81,94 @@ class Config:
     # logging and evaluation
     log_every: int = 10  # steps between lines on the console; metrics.jsonl has every step
     eval_every: int = 100  # steps between evaluations; 0: only at the end
-    eval_problems: int = 500  # held-out problems, answered greedily
+    eval_rows: int = 200  # held-out rows whose loss is measured; 0: none
+    eval_problems: int = 500  # held-out problems of a task, answered greedily
     until_accuracy: float = 1.0  # stop early once an evaluation reaches this
+    patience: int = 0  # stop after so many evaluations without a lower eval/loss; 0: never
     max_new_tokens: int = 0  # longest answer in an evaluation; 0: the task's own
     max_rows: int = 4096  # rows decoded at once in an evaluation
 
     def __post_init__(self):
         check_run(self)
         check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "log_every",
-                       "max_rows", "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
-        check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every",
-                           "max_new_tokens")
+                       "max_rows", "eval_problems", "hidden_size", "layers", "heads", "kv_heads", "lora_alpha")
+        check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "eval_rows",
+                           "max_new_tokens", "lora_rank", "epochs", "patience")
+        if self.lora_rank and not self.init:
+            raise UserError("--lora-rank adds to the weights of a checkpoint: give its folder with --init")
+        if self.qlora and not self.lora_rank:
+            raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
+        if self.pack and self.task != "jsonl":
+            raise UserError("--pack is for --task jsonl: an environment's rows are built when they are needed")
+        if self.patience and not self.eval_rows:
+            raise UserError("--patience watches the held-out loss: give --eval-rows")
 
 
 def main(config: Config) -> Path | None:
-    """Train; the folder of the last checkpoint, or None when the run was stopped before its end."""
+    """Train; the folder of the best checkpoint, or None when the run was stopped before its end."""
     # ---- setup
     mesh = init_mesh(config.device)
     dtype = pick_dtype(config.dtype, mesh.device)
-    share = mesh.share(config.batch_size, "examples of --batch-size")
+    share = mesh.share(config.batch_size, "rows of --batch-size")
     start_folder = open_run(config, mesh)
+    init = start_folder or config.init
 
-    # ---- task
-    env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
-    max_new_tokens = config.max_new_tokens or env.max_new_tokens
+    # ---- data
+    tokenizer = load_tokenizer(init) if init else ByteTokenizer()
+    if config.task == "jsonl":
+        template = pick_template(config.template, init)
+        data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size)
+    else:
+        env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
+        data = Demonstrations(env, tokenizer)
 
     # ---- model
-    if start_folder or config.init:
-        policy = load_model(start_folder or config.init, dtype, mesh.device)
-        tokenizer = load_tokenizer(start_folder or config.init)
-        context = policy.config.context
+    if init:
+        policy = open_policy(init, dtype, mesh.device, config.qlora)
     else:
-        tokenizer = ByteTokenizer()
-        context = config.context or 2 * longest_row(env, tokenizer)
         shape = ModelConfig(tokenizer.vocab_size, config.hidden_size, 8 * config.hidden_size // 3, config.layers,
-                            config.heads, config.kv_heads, max_position_embeddings=context,
+                            config.heads, config.kv_heads, max_position_embeddings=config.context or 2 * data.longest(),
                             rope_theta=100.0)  # rows are short: even the slow pairs should turn
         policy = Transformer(shape).init_weights(torch.Generator().manual_seed(config.seed))
         policy = policy.to(mesh.device, dtype)
-    env = fit_to_context(env, tokenizer, context, config.drop_long_rows, solutions=True)
+    if config.lora_rank and not start_folder:
+        add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=config.init,
+                 generator=torch.Generator().manual_seed(config.seed))
+    policy.gradient_checkpointing = config.gradient_checkpointing
+    data = data.fit(policy.config.context, config.drop_long_rows)
+    if config.pack:
+        data = data.packed(policy.config.context)
 
     # ---- optimizer
     optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)
     guard = SkipCounter()
+    if config.epochs and not data.size("train"):
+        raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps")
+    steps = ceil(config.epochs * data.size("train") / config.batch_size) if config.epochs else config.steps
 
     # ---- resume
-    start, end = 0, config.steps
+    start, end = 0, steps
+    best = {"loss": inf, "step": 0, "stale": 0}  # the lowest eval/loss, its step, and how many evaluations ago
     torch.manual_seed(config.seed)
     if start_folder:
         tensors, state = load_checkpoint(start_folder)
         optimizer.load_state_tensors(restore_rng(tensors))
-        start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
-        end = start if state["solved"] else end  # a run that ended early is over
+        start, best = state["step"], state["best"]
+        guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
+        end = start if state["ended_early"] else end
     if mesh.is_main:
         save_config(config, config.run_dir)
-    columns = ["loss", "grad_norm", "lr", "tokens", "eval/accuracy"]
-    logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main, config.log_every)
+    columns = ["loss", "grad_norm", "lr", "tokens", "eval/loss", "eval/accuracy"]
+    logger = MetricsLogger(config.run_dir, columns, steps, start, mesh.is_main, config.log_every)
     stop = StopSignal()
 
     # ---- loop
-    folder, stopping = start_folder, False
+    last, stopping = start, False
     for step in range(start + 1, end + 1):
         began = perf_counter()
 
-        # (1) the next examples, and what an expert did
-        position = (step - 1) * config.batch_size + share.start
-        batch = demonstrate(tokenizer, env, env.sample(len(share), start=position), first=position).to(mesh.device)
+        # (1) the next rows, and what the expert says in them
+        batch = data.batch((step - 1) * config.batch_size + share.start, len(share)).to(mesh.device)
 
         # (2) gradients
         total = loss_total("token", batch.action_mask, mesh)
@@ -146,7 +180,7 @@ def main(config: Config) -> Path | None:
         stats = forward_backward(policy, batch.microbatches(config.microbatch_size), loss_fn, mesh)
 
         # (3) update
-        lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
+        lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)
         grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm)
         guard.step(optimizer, grad_norm, lr, stats["loss"])
         optimizer.zero_grad()
@@ -160,29 +194,40 @@ def main(config: Config) -> Path | None:
             "skipped_steps": guard.skipped,
             "time/tokens_per_second": stats["tokens"] / (perf_counter() - began),
         }
-        solved = False
+        last, early, improved = step, False, False
         if step == end or (config.eval_every and step % config.eval_every == 0):
-            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows)
-            solved = metrics["eval/accuracy"] >= config.until_accuracy
+            if data.env:
+                metrics |= evaluate(policy, tokenizer, data.env, config.eval_problems, mesh, config.max_new_tokens,
+                                    config.max_rows)
+                early |= metrics["eval/accuracy"] >= config.until_accuracy
+            if config.eval_rows:
+                metrics |= evaluate_loss(policy, data, config.eval_rows, mesh, config.microbatch_size)
+                improved = metrics["eval/loss"] < best["loss"]
+                best = {"loss": metrics["eval/loss"], "step": step, "stale": 0} if improved else (
+                    best | {"stale": best["stale"] + 1})
+                early |= 0 < config.patience <= best["stale"]
         stopping = stop.requested(mesh)
-        last = stopping or solved or step == end
+        over = stopping or early or step == end
         logger.log(step, metrics)
-        if last or step % config.save_every == 0:
-            folder = Path(config.run_dir) / f"step_{step}"
+        if over or improved or step % config.save_every == 0:
             if mesh.is_main:
                 tensors = optimizer.state_tensors() | rng_tensors()
-                state = {"step": step, "solved": solved, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep)
+                state = {"step": step, "ended_early": early, "best": best, "skipped": guard.skipped,
+                         "skipped_in_a_row": guard.in_a_row}
+                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, best["step"],
+                                save_policy)
             barrier(mesh)
-        if last:
+        if over:
             break
 
     stop.close()
     if stopping:
         return None
-    if mesh.is_main:
-        print("a held-out problem:", sample_text(policy, tokenizer, env, max_new_tokens))
-    return folder
+    if mesh.is_main and best["step"]:
+        print(f"best: step_{best['step']}, eval/loss {best['loss']:.4f}")
+    if mesh.is_main and data.env:
+        print("a held-out problem:", sample_text(policy, tokenizer, data.env, config.max_new_tokens))
+    return Path(config.run_dir) / f"step_{best['step'] or last}"
 
 
 if __name__ == "__main__":

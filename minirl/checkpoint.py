@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 # What a resumed run may change: where and how it computes, and how long (a schedule that falls is stretched with it).
 FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
-                  "microbatch_size", "max_rows", "save_rollouts"}
+                  "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing"}
 
 
 def open_run(config: Any, mesh: Mesh) -> Path | None:
@@ -156,11 +156,15 @@ def open_run(config: Any, mesh: Mesh) -> Path | None:
 
 
 def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer: Tokenizer | None,
-                    tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
-    """Write run_dir/step_N, then delete all but the newest `keep` checkpoints and step_0. One rank calls it.
+                    tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2, protect: int = 0,
+                    write: Callable[[nn.Module, Path, Tokenizer | None], None] = save_model) -> Path:
+    """Write run_dir/step_N, then delete all but the newest `keep` checkpoints, step_0 and step_`protect`.
+
+    One rank calls it.
 
     tensors : what else is made of tensors (optimizer, random state); names are free
     state   : what else there is (data position, counters), as plain JSON values
+    write   : how the model itself is written: whole, or only its adapter (`lora.save_policy`)
     returns : the folder; at every moment of a save, a repeated one included, some complete checkpoint exists
     """
     if keep < 1:
@@ -170,7 +174,7 @@ def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer:
     for orphan in run.glob("step_*.tmp"):  # of a run that was killed
         shutil.rmtree(orphan)
     try:
-        save_model(model, temporary, tokenizer)
+        write(model, temporary, tokenizer)
         (temporary / "training").mkdir()
         _save_tensors(tensors, temporary / "training/state.safetensors")
         sizes = {str(path.relative_to(temporary)): path.stat().st_size
@@ -187,7 +191,7 @@ def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer:
         final.rename(old)
     temporary.rename(final)
     _sync(run)
-    _prune(run, step, keep)
+    _prune(run, step, keep, {0, protect})
     return final
 
 
@@ -356,12 +360,12 @@ def _flaw(folder: Path) -> str:
     return ""
 
 
-def _prune(run: Path, step: int, keep: int) -> None:
+def _prune(run: Path, step: int, keep: int, protected: set[int]) -> None:
     """Steps beyond `step` stay: they are of a run that this one branched off."""
     folders = _checkpoints(run)
     steps = sorted((number for number, plain, _ in folders if plain and number <= step), reverse=True)
     for number, plain, folder in folders:
-        if not plain or (number in steps[keep:] and number != 0):
+        if not plain or (number in steps[keep:] and number not in protected):
             doomed = folder.with_name(folder.name + ".tmp")  # half deleted must not look like a checkpoint
             folder.rename(doomed)
             shutil.rmtree(doomed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from minirl.advantages import constant_groups
+from minirl.data.dataset import Demonstrations, Rows
 from minirl.env.base import Env
 from minirl.env.loop import collect
+from minirl.logprobs import rollout_logprobs
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
 from minirl.rollout import Rollout
@@ -27,6 +29,21 @@ def evaluate(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int,
         sums[0], sums[1], sums[2] = (rollout.rewards >= 1).sum(), rollout.action_mask.sum(), end - start
     solved, tokens, count = all_reduce_sum(sums, mesh).tolist()
     return {"eval/accuracy": solved / count, "eval/response_length": tokens / count}
+
+
+@torch.no_grad()
+def evaluate_loss(policy: Transformer, data: Demonstrations | Rows, rows: int, mesh: Mesh,
+                  microbatch_size: int) -> dict[str, float]:
+    """{"eval/loss": mean negative log-likelihood of a target token, nats} on the first `rows` held-out rows."""
+    rows = min(rows, data.size("eval") or rows)
+    start, end = (rows * (mesh.dp_rank + i) // mesh.dp for i in range(2))
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if end > start:
+        batch = data.held_out(start, end - start).to(mesh.device)
+        logprobs = rollout_logprobs(policy, batch, microbatch_size)
+        sums[0], sums[1] = -logprobs[batch.action_mask].sum(dtype=torch.float64), batch.action_mask.sum()
+    loss, tokens = all_reduce_sum(sums, mesh).tolist()
+    return {"eval/loss": loss / tokens}
 
 
 def greedy(policy: Transformer, tokenizer: Tokenizer, env: Env, start: int, count: int, max_new_tokens: int = 0,

@@ -47,8 +47,8 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
 
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     """
-    pieces = [(index, token_logprobs(model, rollout.rows(index).tokens, temperature))
-              for index in rollout.split(microbatch_size)]
+    parts = ((index, rollout.rows(index)) for index in rollout.split(microbatch_size))
+    pieces = [(index, token_logprobs(model, part.tokens, temperature, part.documents)) for index, part in parts]
     logprobs = pieces[0][1].new_zeros(rollout.action_mask.shape)
     for index, piece in pieces:
         logprobs[index, : piece.shape[1]] = piece

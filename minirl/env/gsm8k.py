@@ -1,12 +1,12 @@
 """GSM8K (arXiv:2110.14168): word problems from the public JSONL, one {"question", "answer"} a line."""
 
 import copy
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 from minirl.config import UserError
+from minirl.data.jsonl import read_jsonl
 from minirl.env.base import Example, SingleTurn, check_split, sample_rows
 from minirl.rewards import extract_answer, gsm8k_reward
 
@@ -61,28 +61,14 @@ class GSM8K:
 
 def read_gsm8k(path: str, keep_annotations: bool = False) -> list[Example]:
     """Every row of a GSM8K file as an Example; a row that cannot be used is a UserError with FILE:LINE."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a GSM8K JSONL file") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    rows = [parse_row(line, f"{path}:{number}", keep_annotations) for number, line in numbered]
-    if not rows:
-        raise UserError(f'{path} is empty: it needs one {{"question", "answer"}} a line')
-    return rows
+    return [parse_row(row, place, keep_annotations) for place, row in read_jsonl(path)]
 
 
-def parse_row(line: bytes, place: str, keep_annotations: bool) -> Example:
-    """One line of the file; `place` is FILE:LINE for the error text."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # ValueError: bad JSON or bad UTF-8
-        raise UserError(f"{place}: not JSON; mend the line or remove it") from None
+def parse_row(row: dict[str, Any], place: str, keep_annotations: bool) -> Example:
+    """One row of the file; `place` is FILE:LINE for the error text."""
     for key in ("question", "answer"):
-        if not (isinstance(row, dict) and isinstance(row.get(key), str) and row[key].strip()):
-            raise UserError(
-                f'{place}: no text under "{key}"; rows are {{"question": "...", "answer": "..."}}'
-            )
+        if not (isinstance(row.get(key), str) and row[key].strip()):
+            raise UserError(f'{place}: no text under "{key}"; rows are {{"question": "...", "answer": "..."}}')
     gold = extract_answer(row["answer"])
     if gold is None or "####" not in row["answer"]:
         raise UserError(f'{place}: the answer ends "{row["answer"][-30:]}", not in "#### NUMBER"')

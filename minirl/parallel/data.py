@@ -64,7 +64,7 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
     """
     totals: dict[str, Tensor] = {}
     for microbatch in microbatches:
-        out = token_logprobs(model, microbatch.tokens, temperature, entropy=entropy)
+        out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy)
         loss, stats = loss_fn(out if entropy else Output(out, None), microbatch)
         loss.backward()
         for name, value in {**stats, "loss": loss.detach()}.items():

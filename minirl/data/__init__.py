@@ -1,0 +1,1 @@
+"""Training data: files of rows in, batches of a Rollout out."""

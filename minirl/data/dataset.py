@@ -1,0 +1,136 @@
+"""Where the batches of SFT come from: a file of rows, or an environment's expert.
+
+Both answer `batch(first, count)`: rows number first .. first + count - 1 of an endless stream, a pure function of the
+seed and the number. A resumed run therefore needs one integer, and each rank takes its own slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from minirl.config import UserError
+from minirl.data.sft import Row, pack, read_sft
+from minirl.env.base import Env, counter_random
+from minirl.env.loop import demonstrate, fit_to_context, longest_row
+from minirl.logprobs import shift_mask
+from minirl.rollout import Rollout
+from minirl.tokenizer import Tokenizer
+
+POOL = 50  # batches in which rows of similar length are put together
+
+
+class Demonstrations:
+    """An environment's expert: problems without end, or the rows of its file."""
+
+    def __init__(self, env: Env, tokenizer: Tokenizer):
+        self.env, self.tokenizer = env, tokenizer
+
+    def longest(self) -> int:
+        return longest_row(self.env, self.tokenizer)
+
+    def fit(self, context: int, drop: bool = False) -> Demonstrations:
+        """The same in rows of at most `context` tokens; UserError for a longer one, which `drop` leaves out."""
+        return Demonstrations(fit_to_context(self.env, self.tokenizer, context, drop, solutions=True), self.tokenizer)
+
+    def size(self, split: str) -> int | None:
+        return self.env.size(split)
+
+    def batch(self, first: int, count: int) -> Rollout:
+        return demonstrate(self.tokenizer, self.env, self.env.sample(count, start=first), first)
+
+    def held_out(self, first: int, count: int) -> Rollout:
+        return demonstrate(self.tokenizer, self.env, self.env.sample(count, start=first, split="eval"), first)
+
+
+def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, seed: int, batch_size: int) -> Rows:
+    """The rows of a JSONL file in the formats of data/sft.py; without `eval_data` its last tenth is held out."""
+    if not data:
+        raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or of text")
+    rows = read_sft(data, tokenizer, template)
+    if eval_data:
+        return Rows(rows, read_sft(eval_data, tokenizer, template), tokenizer.pad_id, seed, batch_size)
+    if len(rows) < 2:
+        raise UserError(f"{data} has one row, and none is left to hold out: add rows, or give --eval-data FILE")
+    tenth = max(1, len(rows) // 10)
+    return Rows(rows[:-tenth], rows[-tenth:], tokenizer.pad_id, seed, batch_size)
+
+
+class Rows:
+    """Tokenised rows, epoch after epoch, each epoch in its own seeded order.
+
+    train, held_out : rows to learn, and rows whose loss is only measured
+    batch_size      : rows of an update; 0: any row may follow any other. Else each batch is made of rows of similar
+                      length, out of a shuffled pool of POOL batches, and the batches come in random order
+    """
+
+    env = None  # nobody to answer: there is a loss to measure, and no accuracy
+
+    def __init__(self, train: Sequence[Row], held_out: Sequence[Row], pad_id: int, seed: int = 0, batch_size: int = 0):
+        self.train, self.eval, self.pad_id, self.seed, self.batch_size = train, held_out, pad_id, seed, batch_size
+        self._order = lru_cache(2)(self._epoch)  # a batch may reach into the next epoch
+
+    def longest(self) -> int:
+        return max(len(row.tokens) for row in (*self.train, *self.eval))
+
+    def fit(self, context: int, drop: bool = False) -> Rows:
+        """The same in rows of at most `context` tokens; UserError for a longer one, which `drop` leaves out."""
+        long = [row for row in (*self.train, *self.eval) if len(row.tokens) > context]
+        if long and not drop:
+            raise UserError(f"{len(long)} rows do not fit the model's context of {context} tokens, the longest has "
+                            f"{self.longest()}: leave them out with --drop-long-rows, or use a model with a longer context")
+        train, held_out = ([row for row in rows if len(row.tokens) <= context] for rows in (self.train, self.eval))
+        if not train or not held_out:
+            raise UserError(f"no row {'to learn' if held_out else 'held out'} fits the model's context of {context} "
+                            "tokens: use a model with a longer context")
+        return Rows(train, held_out, self.pad_id, self.seed, self.batch_size)
+
+    def packed(self, window: int) -> Rows:
+        """The same rows in full windows. A window is fixed for the run; the order of the windows changes every epoch."""
+        return Rows(pack(self.train, window), pack(self.eval, window), self.pad_id, self.seed)
+
+    def size(self, split: str) -> int:
+        return len(self.train if split == "train" else self.eval)
+
+    def batch(self, first: int, count: int) -> Rollout:
+        places = [divmod(index, len(self.train)) for index in range(first, first + count)]
+        return collate([self.train[self._order(epoch)[place]] for epoch, place in places], self.pad_id, first)
+
+    def held_out(self, first: int, count: int) -> Rollout:
+        return collate(self.eval[first : first + count], self.pad_id, first)
+
+    def _epoch(self, epoch: int) -> list[int]:
+        rng = counter_random(self.seed, "epoch", epoch)
+        order = rng.sample(range(len(self.train)), len(self.train))
+        if not self.batch_size:
+            return order
+        pool = POOL * self.batch_size
+        pools = (order[start : start + pool] for start in range(0, len(order), pool))
+        ranked = [i for part in pools for i in sorted(part, key=lambda i: len(self.train[i].tokens))]
+        batches = [ranked[start : start + self.batch_size] for start in range(0, len(ranked), self.batch_size)]
+        rng.shuffle(batches)  # ascending lengths would be a curriculum that nobody asked for
+        return [i for batch in batches for i in batch]
+
+
+def collate(rows: Sequence[Row], pad_id: int, first: int = 0) -> Rollout:
+    """Rows padded on the right to the longest; row number i is sample first + i.
+
+    `documents` (B, T) is there when some row was packed: 0, 1, 2 ... along the row.
+    """
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    T = int(lengths.max())
+    tokens = torch.full((len(rows), T), pad_id)
+    mask = torch.zeros(len(rows), T, dtype=torch.bool)
+    documents = torch.zeros(len(rows), T, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        mask[i, : len(row.tokens)] = torch.tensor(row.mask)
+        numbers = torch.arange(len(row.documents) or 1).repeat_interleave(
+            torch.tensor(row.documents or [len(row.tokens)]))
+        documents[i, : len(row.tokens)], documents[i, len(row.tokens) :] = numbers, numbers[-1]
+    ids = torch.arange(first, first + len(rows))
+    packed = any(len(row.documents) > 1 for row in rows)
+    return Rollout(tokens=tokens, action_mask=shift_mask(mask, documents), lengths=lengths, group=ids, sample_ids=ids,
+                   documents=documents if packed else None)

@@ -1,0 +1,236 @@
+"""Files of rows: which tokens are learnt, windows that leak nothing, batches that anyone can ask for again."""
+
+import json
+
+import pytest
+import torch
+from stubs import Pieces, random_policy
+
+from minirl.config import UserError
+from minirl.data.dataset import POOL, Rows, collate, read_rows
+from minirl.data.jsonl import read_jsonl
+from minirl.data.sft import Row, encode_row, pack, read_sft
+from minirl.logprobs import rollout_logprobs, token_logprobs
+from minirl.losses import aggregate, loss_total, sft_loss
+from minirl.parallel import forward_backward, init_mesh
+from minirl.tokenizer import ByteTokenizer, load_tokenizer
+
+BYTES = ByteTokenizer()
+EOS = BYTES.eos_id
+
+
+def encode(row, tokenizer=BYTES, template="plain"):
+    return encode_row(row, "rows.jsonl:1", tokenizer, template)
+
+
+# ------------------------------------------------------------------ formats
+
+
+def test_a_completion_is_learnt_with_its_end_and_the_prompt_is_not():
+    row = encode({"prompt": "2+2=", "completion": "4!"})
+    assert row.tokens == [*b"2+2=4!", EOS]
+    assert row.mask == [False] * 4 + [True] * 3
+
+
+def test_a_text_is_learnt_whole():
+    row = encode({"text": "abc"})
+    assert row.tokens == [*b"abc", EOS] and row.mask == [True] * 4
+
+
+def test_bos_comes_first_once_and_is_not_learnt(shared):
+    tokenizer = load_tokenizer(shared / "models/stories260k")
+    for row in ({"text": "Once upon"}, {"prompt": "Once", "completion": " upon"}):
+        encoded = encode(row, tokenizer)
+        assert encoded.tokens[0] == tokenizer.bos_id and encoded.tokens.count(tokenizer.bos_id) == 1
+        assert encoded.tokens[-1] == tokenizer.eos_id and encoded.tokens.count(tokenizer.eos_id) == 1
+        assert encoded.mask[0] is False and encoded.mask[-1] is True
+    assert tokenizer.decode(encoded.tokens) == "Once upon", "the space between prompt and completion is the user's own"
+
+
+def test_every_assistant_turn_is_learnt_and_in_a_completion_only_the_last():
+    turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "xy"},
+             {"role": "user", "content": "B"}, {"role": "assistant", "content": "z"}]
+    whole, last = encode({"messages": turns}), encode({"prompt": turns[:3], "completion": turns[3:]})
+    assert whole.tokens == last.tokens
+    learnt = [BYTES.decode([t for t, m in zip(row.tokens, row.mask, strict=True) if m]) for row in (whole, last)]
+    assert learnt == ["xyz", "z"]
+    assert sum(whole.mask) == 5 and sum(last.mask) == 2, "each turn with its end"
+
+
+def test_control_tokens_in_a_row_are_plain_text():
+    row = encode({"prompt": "<|endoftext|>", "completion": "<|pad|>"})
+    assert row.tokens.count(EOS) == 1 and BYTES.pad_id not in row.tokens
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"prompt": "a"}, "the row has ['prompt'] of messages"),
+    ({"question": "a"}, "the row has none of messages"),
+    ({"text": "a", "messages": []}, "the row has ['messages', 'text']"),
+    ({"text": 3}, "text is a int"),
+    ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "completion is a list, prompt is a str"),
+    ({"prompt": "a", "completion": ""}, "nothing in the row is to be learnt"),
+    ({"text": ""}, "nothing in the row is to be learnt"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "nothing in the row is to be learnt"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "'robot'"),
+])
+def test_a_row_that_cannot_be_used_is_named_with_its_place(row, message):
+    with pytest.raises(UserError) as error:
+        encode(row)
+    assert str(error.value).startswith("rows.jsonl:1: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("", "is empty"), ("\n\n", "is empty"), ('{"text": "a"}\n\n{oops', ":3: not JSON"), ("[1]", ":1: a list, not"),
+    (b"\xff\xfe", ":1: not JSON"),
+])
+def test_a_broken_file_is_named_with_its_line(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message):
+        read_jsonl(path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_jsonl(path) == [(f"{path}:1", {"text": "a\u2028b\x85c"})]
+
+
+def test_the_last_tenth_is_held_out_unless_a_file_is_given(tmp_path):
+    path, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(25)))
+    other.write_text(json.dumps({"text": "held"}) + "\n")
+    rows = read_rows(str(path), "", BYTES, "plain", 0, 4)
+    assert [rows.size(split) for split in ("train", "eval")] == [23, 2]
+    assert BYTES.decode(rows.eval[1].tokens) == "row 24"
+    rows = read_rows(str(path), str(other), BYTES, "plain", 0, 4)
+    assert [rows.size(split) for split in ("train", "eval")] == [25, 1]
+    for data, message in ((str(other), "one row"), ("", "give --data")):
+        with pytest.raises(UserError, match=message):
+            read_rows(data, "", BYTES, "plain", 0, 4)
+
+
+# ------------------------------------------------------------------ batches
+
+
+def rows_of(*lengths, learnt=1.0):
+    """Rows of random letters; the first token of each is given, of the others some are learnt."""
+    generator = torch.Generator().manual_seed(1)
+    return [Row(torch.randint(1, 11, (n,), generator=generator).tolist(),
+                [False, *(torch.rand(n - 1, generator=generator) < learnt).tolist()]) for n in lengths]
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
+    rows = rows_of(*range(3, 20))
+    data = Rows(rows, rows[:1], pad_id=0, seed=3)
+    epochs = [data.batch(17 * e, 17).lengths.tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(3, 20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert Rows(rows, rows[:1], 0, seed=4).batch(0, 17).lengths.tolist() != epochs[0]
+
+
+@pytest.mark.parametrize("batch_size", [0, 4])
+def test_a_batch_is_a_function_of_its_number_and_ranks_take_slices(batch_size):
+    rows = rows_of(*range(3, 33))
+    data = Rows(rows, rows[:1], pad_id=0, batch_size=batch_size)
+    whole = data.batch(28, 8)  # into the next epoch
+    again = Rows(rows, rows[:1], pad_id=0, batch_size=batch_size)
+    parts = [again.batch(first, 4) for first in (32, 28)][::-1]
+    assert torch.equal(whole.lengths, torch.cat([part.lengths for part in parts]))
+    assert whole.sample_ids.tolist() == list(range(28, 36))
+
+
+def test_rows_of_similar_length_share_a_batch():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 100, (POOL * 8,), generator=generator).tolist()
+    rows = rows_of(*lengths)
+    grouped, mixed = Rows(rows, rows[:1], 0, batch_size=8), Rows(rows, rows[:1], 0)
+
+    def padding(data):
+        return sum(int((b.tokens.numel() - b.lengths.sum()) > 0) * (b.tokens.numel() - int(b.lengths.sum()))
+                   for b in (data.batch(8 * i, 8) for i in range(POOL)))
+
+    assert padding(grouped) < 0.1 * padding(mixed)
+    firsts = [int(grouped.batch(8 * i, 1).lengths[0]) for i in range(POOL)]
+    assert firsts != sorted(firsts), "ascending lengths would be a curriculum"
+
+
+def test_too_long_rows_are_refused_or_left_out():
+    data = Rows(rows_of(3, 9, 4), rows_of(5, 8), pad_id=0)
+    with pytest.raises(UserError, match="2 rows do not fit the model's context of 7 tokens, the longest has 9"):
+        data.fit(7)
+    assert [data.fit(7, drop=True).size(split) for split in ("train", "eval")] == [2, 1]
+    with pytest.raises(UserError, match="no row held out fits"):
+        data.fit(4, drop=True)
+
+
+# ------------------------------------------------------------------ packing
+
+
+def test_windows_are_full_and_hold_every_row_once():
+    rows = rows_of(5, 3, 7, 2, 8, 4, 6, 2)
+    windows = pack(rows, 10)
+    assert [window.documents for window in windows] == [(8, 2), (7, 3), (6, 4), (5, 2)]  # best fit, longest first
+    cut = [(window.tokens[start : start + n], window.mask[start : start + n]) for window in windows
+           for start, n in zip((0, window.documents[0]), window.documents, strict=True)]
+    assert sorted(cut) == sorted((row.tokens, row.mask) for row in rows)
+    assert len(rows) == 8, "pack must not consume its input"
+
+
+def test_documents_are_numbered_and_a_first_token_is_no_target():
+    rollout = collate(pack([Row([1, 2, 3], [True] * 3), Row([4, 5], [True] * 2)], 6) + [Row([6], [True])], pad_id=9)
+    assert rollout.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 9, 9, 9, 9]]
+    assert rollout.documents.tolist() == [[0, 0, 0, 1, 1], [0] * 5]
+    assert rollout.action_mask.tolist() == [[True, True, False, True], [False] * 4]
+    assert collate([Row([1, 2], [True, True])], pad_id=9).documents is None, "a row of one document needs no mask"
+
+
+def gradients(policy, rollouts, microbatch_size, total):
+    for parameter in policy.parameters():
+        parameter.grad = None
+
+    def loss_fn(out, mb):
+        return aggregate(sft_loss(out.logprobs), mb.action_mask, "token", total), {}
+
+    loss = sum(forward_backward(policy, rollout.microbatches(microbatch_size), loss_fn, init_mesh("cpu"))["loss"]
+               for rollout in rollouts)
+    return loss, [parameter.grad.clone() for parameter in policy.parameters()]
+
+
+def test_packing_padding_and_accumulation_change_no_loss_and_no_gradient():
+    policy, rows = random_policy(12), rows_of(5, 13, 7, 2, 18, 4, 9, 3, learnt=0.6)
+    plain = collate(rows, pad_id=0)
+    total = loss_total("token", plain.action_mask)
+    loss, wanted = gradients(policy, [plain], 8, total)
+    variants = {
+        "one row at a time": ([plain], 1), "three": ([plain], 3),
+        "packed": ([collate(pack(rows, 20), pad_id=0)], 8), "packed, by one": ([collate(pack(rows, 20), 0)], 1),
+        "other padding": ([collate(rows, pad_id=11)], 8),
+        "two batches": ([collate(rows[:3], 0), collate(rows[3:], 0)], 2),
+    }
+    for name, (rollouts, size) in variants.items():
+        other, got = gradients(policy, rollouts, size, total)
+        assert other == pytest.approx(loss, rel=1e-9), name
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_packed_document_does_not_see_its_neighbours():
+    policy, rows = random_policy(12), rows_of(5, 6, 7)
+    window = collate(pack(rows, 18), pad_id=0)
+    before = rollout_logprobs(policy, window, 1)
+    changed = window.tokens.clone()
+    changed[0, :7] = 1 + changed[0, :7] % 11  # all of the first document
+    after = token_logprobs(policy, changed, documents=window.documents)
+    torch.testing.assert_close(before[0, 7:], after[0, 7:], rtol=1e-12, atol=0)
+    assert not torch.allclose(before[0, :6], after[0, :6])
+
+
+def test_reading_a_file_is_what_the_rows_say(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n\n{"text": "ab"}\n')
+    letters = Pieces("a", "b")
+    assert read_sft(path, letters, "plain") == [Row([0, 1, 2], [False, True, True]), Row([0, 1, 2], [True] * 3)]
