@@ -15,6 +15,7 @@ reference by the trained policy between rounds.
     torchrun train_grpo.py --task gsm8k --data train.jsonl --init FOLDER --lr 1e-6
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,12 +25,13 @@ import torch
 
 import train_sft
 from minirl.advantages import group_advantages
-from minirl.checkpoint import load_checkpoint, load_model, open_run, restore_rng, rng_tensors, save_checkpoint
+from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
+from minirl.lora import adapters_off, add_lora, open_policy, save_policy
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.optim import AdamW, SkipCounter, clip_gradients, lr_at
@@ -54,6 +56,11 @@ class Config:
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
+    lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
+    lora_alpha: float = 32.0  # the addition counts alpha / rank times
+    lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
+    qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
+    gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     # task
     task: str = "addition"  # addition, calculator or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
@@ -89,9 +96,11 @@ class Config:
     def __post_init__(self):
         check_run(self)
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
-                       "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps")
+                       "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps", "lora_alpha")
         check_not_negative(self, "max_new_tokens", "eps_low", "eps_high", "kl_coef", "warmup_steps", "weight_decay",
-                           "max_grad_norm", "eval_every")
+                           "max_grad_norm", "eval_every", "lora_rank")
+        if self.qlora and not self.lora_rank:
+            raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -117,15 +126,21 @@ def main(config: Config) -> None:
     init = start_folder or config.init or cold_start(config, mesh.is_main)
     if init is None:
         return  # stopped during the cold start, which --resume goes on with
-    policy = load_model(init, dtype, mesh.device)
+    policy = open_policy(init, dtype, mesh.device, config.qlora)
     tokenizer = load_tokenizer(init)
+    if config.lora_rank and not start_folder:
+        add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=str(init),
+                 generator=torch.Generator().manual_seed(config.seed))
+    policy.gradient_checkpointing = config.gradient_checkpointing
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
     if mesh.is_main:
         save_config(config, config.run_dir)
     if start_folder is None and mesh.is_main:  # step_0 is kept for good: it is the reference of a resumed run
-        save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep)
+        save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, write=save_policy)
     barrier(mesh)
-    ref_policy = load_model(Path(config.run_dir) / "step_0", dtype, mesh.device) if config.kl_coef > 0 else None
+    ref_policy = None
+    if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
+        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device)
 
     # ---- optimizer
     optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)
@@ -167,8 +182,9 @@ def main(config: Config) -> None:
         rollout = rollout.replace(advantages=advantages)
 
         # (3) log-probs under the frozen reference
-        if ref_policy is not None:
-            ref_logprobs = rollout_logprobs(ref_policy, rollout, config.microbatch_size, config.temperature)
+        if config.kl_coef > 0:
+            with nullcontext(ref_policy) if ref_policy else adapters_off(policy) as reference:
+                ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
 
         # (4) policy updates
@@ -212,7 +228,7 @@ def main(config: Config) -> None:
             if mesh.is_main:
                 tensors = optimizer.state_tensors() | rng_tensors()
                 state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep)
+                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, write=save_policy)
             barrier(mesh)
         if stopping:
             break

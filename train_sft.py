@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from minirl.chat import pick_template
+from minirl.chat import template_of
 from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
@@ -116,7 +116,8 @@ def main(config: Config) -> Path | None:
     # ---- data
     tokenizer = load_tokenizer(init) if init else ByteTokenizer()
     if config.task == "jsonl":
-        template = pick_template(config.template, init)
+        own = template_of(init) if init else None
+        template = config.template if config.template != "auto" else own or "plain"
         data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size)
     else:
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
