@@ -21,12 +21,12 @@ from typing import Literal
 
 import torch
 
-from minirl.chat import template_of
 from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
 from minirl.env import make_env
 from minirl.evaluate import evaluate, evaluate_loss, sample_text
+from minirl.jinja_templates import chat_template, template_of
 from minirl.logprobs import Output
 from minirl.lora import add_lora, open_policy, save_policy
 from minirl.losses import aggregate, loss_total, sft_loss
@@ -118,6 +118,7 @@ def main(config: Config) -> Path | None:
     if config.task == "jsonl":
         own = template_of(init) if init else None
         template = config.template if config.template != "auto" else own or "plain"
+        tokenizer.chat_template = chat_template(template)  # written beside the model, for whoever talks to it
         data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size)
     else:
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)

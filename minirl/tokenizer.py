@@ -111,7 +111,8 @@ class ByteTokenizer(Tokenizer):
     pad_id = 257
     eos_token = "<|endoftext|>"
 
-    def __init__(self) -> None:
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
         self.special = {"<|endoftext|>": 256, "<|pad|>": 257}
         self._added = Added(AddedToken(name, token, special=True) for name, token in self.special.items())
 
@@ -136,7 +137,8 @@ class ByteTokenizer(Tokenizer):
             "model": {"type": "BPE", "vocab": _byte_vocab(), "merges": []}})
         _write_json(Path(folder) / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"})
+            "eos_token": "<|endoftext|>", "pad_token": "<|pad|>",
+            **({"chat_template": self.chat_template} if self.chat_template else {})})
 
 
 class _FileTokenizer(Tokenizer):
@@ -328,7 +330,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             return SentencePieceTokenizer(model)
         names = {row.get("content"): row.get("id") for row in file.get("added_tokens") or []}
         if file["model"]["vocab"] == _byte_vocab() and not file["model"]["merges"] and names == ByteTokenizer().special:
-            return ByteTokenizer()
+            return ByteTokenizer(Files(folder).config.get("chat_template"))
         return BPETokenizer(folder, file)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from None
