@@ -4,10 +4,10 @@
     python benchmarks/sft_step.py --lora        LoRA of rank 16 on all linear layers; needs peft as well
 
 16 rows of 128 tokens, each a target, in float32: forward, backward, clipping, AdamW. The plain loop is what a careful
-person writes around a transformers model (`model(input_ids, labels=...)`, torch's fused clipping and AdamW). TRL runs its
-own training loop without gradient checkpointing, saving or per-step logging; after each of its steps the others take
-one. With --lora both sides hold adapters of the same shape, and all they compute with is trained in the same way. The
-first two steps are not counted. The losses of the first step must agree.
+person writes around a transformers model (`model(input_ids, labels=...)`, torch's clipping and AdamW). TRL runs its own
+training loop without gradient checkpointing, saving or per-step logging; after each of its steps the others take one.
+With --lora all sides train adapters of the same shape. The first two steps are not counted. The losses of the first
+step must agree.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def minirl_step(folder: str, lora: bool) -> Step:
         nonlocal number
         number += 1
         ids = torch.arange(ROWS)
-        rows = Rollout(batch(number), torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), torch.full((ROWS,), LENGTH), ids, ids)
+        mask, lengths = torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), torch.full((ROWS,), LENGTH)
+        rows = Rollout(batch(number), mask, lengths, group=ids, sample_ids=ids)
         total = loss_total("token", rows.action_mask, mesh)
 
         def loss_fn(out: Output, mb: Rollout):
@@ -125,7 +126,8 @@ def run(folder: str, lora: bool, rounds: int) -> dict[str, list[float]]:
     count = WARM_UP + rounds
     config = SFTConfig(
         output_dir=f"{folder}/trl", use_cpu=True, bf16=False, max_steps=count, per_device_train_batch_size=ROWS,
-        max_length=LENGTH, packing=False, gradient_checkpointing=False, save_strategy="no", logging_first_step=True, logging_steps=10_000,
+        max_length=LENGTH, packing=False, gradient_checkpointing=False, save_strategy="no",
+        logging_first_step=True, logging_steps=10_000,
         report_to="none", disable_tqdm=True, learning_rate=LR, max_grad_norm=MAX_NORM, adam_beta2=0.95,
         dataloader_drop_last=True)
     rows = [{"input_ids": row.tolist()} for number in range(count) for row in batch(number)]

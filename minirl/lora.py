@@ -378,6 +378,20 @@ def load_adapted(folder: str | Path, dtype: torch.dtype | None = torch.float32, 
     return load_adapter(quantize_base(model) if quantize else model, folder)
 
 
+def open_policy(folder: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu",
+                quantize: bool = False) -> Transformer:
+    """Whatever a trainer wrote or was given: a model folder, or an adapter's with its base. `quantize`: NF4 weights."""
+    if (Path(folder) / "adapter_config.json").is_file():
+        return load_adapted(folder, dtype, device, quantize)
+    model = load_model(folder, dtype, device)
+    return quantize_base(model) if quantize else model
+
+
+def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """What `open_policy` opens again: the adapter alone where there is one, else the model."""
+    (save_adapter if adapters(model) else save_model)(model, folder, tokenizer)
+
+
 def export_merged(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write a plain model folder in which base and adapter are one, and NF4 weights are whole again.
 

@@ -181,7 +181,7 @@ def test_windows_are_full_and_hold_every_row_once():
 
 
 def test_documents_are_numbered_and_a_first_token_is_no_target():
-    rollout = collate(pack([Row([1, 2, 3], [True] * 3), Row([4, 5], [True] * 2)], 6) + [Row([6], [True])], pad_id=9)
+    rollout = collate([*pack([Row([1, 2, 3], [True] * 3), Row([4, 5], [True] * 2)], 6), Row([6], [True])], pad_id=9)
     assert rollout.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 9, 9, 9, 9]]
     assert rollout.documents.tolist() == [[0, 0, 0, 1, 1], [0] * 5]
     assert rollout.action_mask.tolist() == [[True, True, False, True], [False] * 4]

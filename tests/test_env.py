@@ -146,7 +146,7 @@ GOOD = json.dumps(row(1))
     "text, complaint",
     [
         ("", "is empty"), ("\n \n", "is empty"), (GOOD + "\n{oops\n", ":2: not JSON"),
-        (GOOD + '\n\n["a"]', ':3: no text under "question"'),
+        (GOOD + '\n\n["a"]', ":3: a list, not a JSON object"),
         ('{"question": "q"}', ':1: no text under "answer"'),
         ('{"question": 5, "answer": "#### 5"}', ':1: no text under "question"'),
         ('{"question": "", "answer": "#### 5"}', ':1: no text under "question"'),

@@ -109,7 +109,7 @@ def test_adapters_on_a_real_checkpoint_lower_the_held_out_loss_and_leave_it_unto
 
 
 def test_it_stops_when_the_held_out_loss_rises_and_keeps_the_best(tmp_path, rows, stories):
-    best, text = sft(tmp_path, rows, **stories | dict(lr=0.3, warmup_steps=8, eval_every=2, keep=1), steps=40,
+    best, _ = sft(tmp_path, rows, **stories | dict(lr=0.3, warmup_steps=8, eval_every=2, keep=1), steps=40,
                      patience=3)
     losses = eval_losses(tmp_path)
     lowest = losses.index(min(losses))

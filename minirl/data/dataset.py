@@ -48,7 +48,8 @@ class Demonstrations:
 def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, seed: int, batch_size: int) -> Rows:
     """The rows of a JSONL file in the formats of data/sft.py; without `eval_data` its last tenth is held out."""
     if not data:
-        raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or of text")
+        raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or "
+                        "of text")
     rows = read_sft(data, tokenizer, template)
     if eval_data:
         return Rows(rows, read_sft(eval_data, tokenizer, template), tokenizer.pad_id, seed, batch_size)
@@ -80,7 +81,8 @@ class Rows:
         long = [row for row in (*self.train, *self.eval) if len(row.tokens) > context]
         if long and not drop:
             raise UserError(f"{len(long)} rows do not fit the model's context of {context} tokens, the longest has "
-                            f"{self.longest()}: leave them out with --drop-long-rows, or use a model with a longer context")
+                            f"{self.longest()}: leave them out with --drop-long-rows, or use a model with a longer "
+                            "context")
         train, held_out = ([row for row in rows if len(row.tokens) <= context] for rows in (self.train, self.eval))
         if not train or not held_out:
             raise UserError(f"no row {'to learn' if held_out else 'held out'} fits the model's context of {context} "
@@ -88,7 +90,7 @@ class Rows:
         return Rows(train, held_out, self.pad_id, self.seed, self.batch_size)
 
     def packed(self, window: int) -> Rows:
-        """The same rows in full windows. A window is fixed for the run; the order of the windows changes every epoch."""
+        """The same rows in full windows: fixed for the run, and every epoch has its own order of them."""
         return Rows(pack(self.train, window), pack(self.eval, window), self.pad_id, self.seed)
 
     def size(self, split: str) -> int:

@@ -41,8 +41,8 @@ def encode_row(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: 
     """One row as tokens; `place` is FILE:LINE for the error text."""
     keys = {"messages", "prompt", "completion", "text"} & row.keys()
     if keys not in ({"messages"}, {"prompt", "completion"}, {"text"}):
-        raise UserError(f"{place}: the row has {sorted(keys) or 'none'} of messages, prompt, completion, text: it needs "
-                        "messages, or prompt and completion, or text")
+        raise UserError(f"{place}: the row has {sorted(keys) or 'none'} of messages, prompt, completion, text: it "
+                        "needs messages, or prompt and completion, or text")
     kinds = {type(row[key]) for key in keys}
     if keys == {"text"} and kinds == {str}:
         encoded = _text(row["text"], tokenizer)
@@ -52,7 +52,8 @@ def encode_row(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: 
         encoded = _conversation(row, place, tokenizer, template)
     else:
         raise UserError(f"{place}: {', '.join(f'{key} is a {type(row[key]).__name__}' for key in sorted(keys))}: "
-                        "messages is a list, text is a text, prompt and completion are two texts or two lists of messages")
+                        "messages is a list, text is a text, prompt and completion are two texts or two lists of "
+                        "messages")
     if not any(encoded.mask[1:]):
         raise UserError(f"{place}: nothing in the row is to be learnt: no assistant turn, or an empty text; remove it")
     return encoded
@@ -60,14 +61,14 @@ def encode_row(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: 
 
 def _text(text: str, tokenizer: Tokenizer) -> Row:
     start = _bos(tokenizer)
-    tokens = start + tokenizer.encode(text) + [tokenizer.eos_id]
-    return Row(tokens, [False] * len(start) + [True] * (len(tokens) - len(start)) if text else [False] * len(tokens))
+    said = [*tokenizer.encode(text), tokenizer.eos_id]
+    return Row(start + said, [False] * len(start) + [bool(text)] * len(said))
 
 
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Row:
     """The prompt ends where the sampler will take over, so the two are encoded apart."""
     given = _bos(tokenizer) + tokenizer.encode(prompt)
-    said = tokenizer.encode(completion, continued=bool(prompt)) + [tokenizer.eos_id]
+    said = [*tokenizer.encode(completion, continued=bool(prompt)), tokenizer.eos_id]
     return Row(given + said, [False] * len(given) + [bool(completion)] * len(said))
 
 
