@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from minirl.config import UserError
 from minirl.generate import generate
+from minirl.logprobs import token_logprobs
 from minirl.model import GemmaNorm, KVCache, ModelConfig, RMSNorm, Transformer
 from minirl.rope import RopeScaling
 from minirl.tokenizer import ByteTokenizer
@@ -457,6 +458,16 @@ def test_a_cache_that_would_hold_keys_of_other_lengths_is_refused(config, limit)
     model(some_tokens(1, 1), torch.tensor([[limit - 1]]), cache=cache)
     with pytest.raises(UserError, match=f"a row of {limit + 1} tokens is too long"):
         model(some_tokens(1, 1), torch.tensor([[limit]]), cache=cache)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_samples_have_the_log_probs_that_training_computes(shape):
+    model = tiny(replace(SHAPES[shape], vocab_size=300))
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
+    rollout = generate(model, prompts, ByteTokenizer(), group_size=2, max_new_tokens=12, temperature=0.8)
+    with torch.no_grad():
+        found = token_logprobs(model, rollout.tokens, temperature=0.8)
+    close(rollout.old_logprobs[rollout.action_mask], found[rollout.action_mask], "the ratio is not 1", 1e-11)
 
 
 def test_what_is_sampled_ends_where_the_cache_does():
