@@ -37,9 +37,9 @@ class Architecture:
     requires: dict[str, Any] = field(default_factory=dict)  # what its config.json may say in one way only
 
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # these must be said
-SAYS = {"intermediate_size": 0, "num_key_value_heads": 0, "head_dim": 0, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048, "rope_theta": 10000.0, "tie_word_embeddings": False}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")  # must be said
+SAYS = {"num_key_value_heads": 0, "head_dim": 0, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "max_position_embeddings": 2048, "tie_word_embeddings": False}
 NULL_IS_0 = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 
@@ -97,7 +97,7 @@ ARCHITECTURES = {
     "gpt2": Architecture(
         "GPT2LMHeadModel",
         {"max_position_embeddings": 1024, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-         "hidden_act": "gelu_pytorch_tanh"},
+         "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 0},
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "gated_mlp": False, "norm": "layer",
          "learned_positions": True, "num_key_value_heads": 0, "head_dim": 0, "rope_theta": 10000.0},
         {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
@@ -125,7 +125,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     kind = hf.get("model_type")
     if kind == "mistral" and hf.get("layer_types"):
         kind = "ministral"  # as transformers has it
-    if kind not in ARCHITECTURES:
+    if str(kind) not in ARCHITECTURES:
         raise UserError(f"model type {kind!r} is not supported: supported are {[*ARCHITECTURES]}")
     if quantized := hf.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -136,11 +136,11 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
             raise UserError(f"{name} {hf[name]!r} is not supported: supported is {only!r}")
 
     said = SAYS | arch.says
-    for name in (*SIZES, *said):
+    for name in {**dict.fromkeys(SIZES), **said}:
         spelled = arch.options.get(name, name)
         if hf.get(spelled) is not None:
             said[name] = _checked(spelled, hf[spelled], _KINDS.get(name) or type(said[name]))
-        elif name in SIZES:
+        elif name not in said:
             raise UserError(f"{spelled} is missing")
         elif name in NULL_IS_0 and spelled in hf:  # null means none; elsewhere it means the same as silence
             said[name] = 0
@@ -148,8 +148,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
         if said.get(name, 1) < 1:
             raise UserError(f"{name} {said[name]} must be above 0")
     layers = range(said["num_hidden_layers"])
-    if not said["intermediate_size"]:
-        said["intermediate_size"] = 4 * said["hidden_size"]
+    said["intermediate_size"] = said["intermediate_size"] or 4 * said["hidden_size"]  # so GPT-2 means its null
     if kind == "gemma" and said["hidden_act"] == "gelu":
         said["hidden_act"] = "gelu_pytorch_tanh"  # so the first Gemmas were trained, whatever their files say
     said["hidden_act"] = SYNONYMS.get(said["hidden_act"], said["hidden_act"])

@@ -353,6 +353,8 @@ def test_rope_settings_are_read_in_both_layouts(folder):
     ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must hold 0 or 1 for each of 2 layers"),
     ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported: supported are"),
     ({"hidden_size": None}, "hidden_size is missing"),
+    ({"intermediate_size": None}, "intermediate_size is missing"),
+    ({"model_type": ["llama"]}, "model type ['llama'] is not supported"),
     ({"vocab_size": "many"}, "vocab_size is 'many': it must be of type int"),
     ({"vocab_size": True}, "vocab_size is True"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: it must be of type bool"),
