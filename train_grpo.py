@@ -34,8 +34,9 @@ from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, add_lora, open_policy, save_policy
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
-from minirl.optim import AdamW, SkipCounter, clip_gradients, lr_at
-from minirl.parallel import StopSignal, barrier, close_mesh, forward_backward, init_mesh, pick_dtype, share_of
+from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
+from minirl.parallel import StopSignal, close_mesh, forward_backward, init_mesh, pick_dtype, share_of
+from minirl.parallel.layout import parallelize
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
 
@@ -79,6 +80,16 @@ class Config:
     eps_low: float = 0.2  # a ratio below 1 - eps_low has no gradient when the advantage is negative
     eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
+    # parallelism
+    dp: int = 0  # replicas, each with its share of the rows; 0: what the other axes leave of the ranks
+    tp: int = 1  # ranks that share every matrix
+    sp: bool = False  # ranks of --tp share the tokens between matrices as well
+    pp: int = 1  # stages that share the layers
+    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # the order of the microbatches in the stages
+    chunks: int = 1  # slices of the model in each stage, with --pipeline interleaved
+    cp: int = 1  # ranks that share the columns of every row
+    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
+    zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
     # optimisation
     steps: int = 300  # rollouts
     epochs: int = 1  # passes over each rollout
@@ -111,7 +122,7 @@ class Config:
 
 def main(config: Config) -> None:
     # ---- setup
-    mesh = init_mesh(config.device)
+    mesh = init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
     stop = StopSignal()
@@ -132,33 +143,36 @@ def main(config: Config) -> None:
         add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=str(init),
                  generator=torch.Generator().manual_seed(config.seed))
     policy.gradient_checkpointing = config.gradient_checkpointing
+    spread = dict(sequence=config.sp, schedule=config.pipeline, chunks=config.chunks, context_kind=config.cp_kind)
+    policy = parallelize(policy, mesh, zero_stage=config.zero, **spread)
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
     if mesh.is_main:
         save_config(config, config.run_dir)
-    if start_folder is None and mesh.is_main:  # step_0 is kept for good: it is the reference of a resumed run
-        save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, write=save_policy)
-    barrier(mesh)
+    if start_folder is None:  # step_0 is kept for good: it is the reference of a resumed run
+        save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, 0, save_policy, mesh)
     ref_policy = None
     if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
-        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device)
+        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device).requires_grad_(False)
+        ref_policy = parallelize(ref_policy, mesh, zero_stage=3 if config.zero == 3 else 0, **spread)
 
     # ---- optimizer
-    optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)
+    optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
     guard = SkipCounter()
 
     # ---- resume
     start = 0
     torch.manual_seed(config.seed)  # forget what the cold start drew: a run resumed at step_0 has not drawn it
     if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
-        tensors, state = load_checkpoint(start_folder)
+        tensors, state = load_checkpoint(start_folder, policy, mesh)
         optimizer.load_state_tensors(restore_rng(tensors))
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
     columns = ["reward_mean", "reward_std", "zero_variance_groups", "approx_kl", "clip_frac", "kl_ref", "entropy",
                "response_length", "grad_norm", "eval/accuracy"]
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
     if start == 0:
+        text = sample_text(policy, tokenizer, env, max_new_tokens)
         if mesh.is_main:
-            print("before:", sample_text(policy, tokenizer, env, max_new_tokens))
+            print("before:", text)
         logger.log(0, evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows))
 
     # ---- loop
@@ -171,9 +185,9 @@ def main(config: Config) -> None:
         else:
             first = (step - 1) * config.prompts_per_step + share.start
             examples = env.sample(len(share), start=first)
-            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, seed=config.seed,
+            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
                               max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
-        if config.save_rollouts:
+        if config.save_rollouts and mesh.leads_replica:
             rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
         sampled = perf_counter()
 
@@ -184,7 +198,7 @@ def main(config: Config) -> None:
         # (3) log-probs under the frozen reference
         if config.kl_coef > 0:
             with nullcontext(ref_policy) if ref_policy else adapters_off(policy) as reference:
-                ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature)
+                ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
 
         # (4) policy updates
@@ -199,14 +213,14 @@ def main(config: Config) -> None:
                                               config.eps_low, config.eps_high)
                 if mb.ref_logprobs is not None:
                     per_token = per_token + config.kl_coef * kl_estimate(out.logprobs, mb.ref_logprobs, "k3")
-                loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens)
+                loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
                                           mb.action_mask, config.eps_low, config.eps_high)
 
             stats = forward_backward(policy, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
                                      config.temperature, entropy=True)
             lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
-            grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm)
+            grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm, mesh)
             guard.step(optimizer, grad_norm, lr, stats["loss"])
             optimizer.zero_grad()
             updates.append(stats | {"grad_norm": float(grad_norm)})
@@ -225,17 +239,16 @@ def main(config: Config) -> None:
         stopping = stop.requested(mesh)
         logger.log(step, metrics)
         if stopping or step == config.steps or step % config.save_every == 0:
-            if mesh.is_main:
-                tensors = optimizer.state_tensors() | rng_tensors()
-                state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, write=save_policy)
-            barrier(mesh)
+            tensors = optimizer.state_tensors() | rng_tensors()
+            state = {"step": step, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+            save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, 0, save_policy, mesh)
         if stopping:
             break
 
     stop.close()
+    text = sample_text(policy, tokenizer, env, max_new_tokens)
     if mesh.is_main:
-        print("after:", sample_text(policy, tokenizer, env, max_new_tokens))
+        print("after:", text)
 
 
 def cold_start(config: Config, is_main: bool) -> Path | None:
@@ -247,7 +260,7 @@ def cold_start(config: Config, is_main: bool) -> Path | None:
     if is_main:
         print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
     same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems",
-            "max_new_tokens", "max_rows")
+            "max_new_tokens", "max_rows", "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero")
     return train_sft.main(train_sft.Config(
         run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
         eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))

@@ -32,8 +32,9 @@ from minirl.lora import add_lora, open_policy, save_policy
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer
-from minirl.optim import AdamW, SkipCounter, clip_gradients, lr_at
-from minirl.parallel import StopSignal, barrier, close_mesh, forward_backward, init_mesh, pick_dtype
+from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
+from minirl.parallel import StopSignal, close_mesh, forward_backward, init_mesh, pick_dtype
+from minirl.parallel.layout import parallelize
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -68,6 +69,16 @@ class Config:
     pack: bool = False  # jsonl: put rows into full windows of the context; they do not see each other
     drop_long_rows: bool = False  # leave out rows of --data that do not fit the model's context
     difficulty: int = 2  # digits of an operand
+    # parallelism
+    dp: int = 0  # replicas, each with its share of the rows; 0: what the other axes leave of the ranks
+    tp: int = 1  # ranks that share every matrix
+    sp: bool = False  # ranks of --tp share the tokens between matrices as well
+    pp: int = 1  # stages that share the layers
+    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # the order of the microbatches in the stages
+    chunks: int = 1  # slices of the model in each stage, with --pipeline interleaved
+    cp: int = 1  # ranks that share the columns of every row
+    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
+    zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
     # optimisation
     steps: int = 1000  # optimizer updates
     epochs: float = 0.0  # passes over --data, in place of --steps; 0: what --steps make
@@ -107,7 +118,7 @@ class Config:
 def main(config: Config) -> Path | None:
     """Train; the folder of the best checkpoint, or None when the run was stopped before its end."""
     # ---- setup
-    mesh = init_mesh(config.device)
+    mesh = init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.batch_size, "rows of --batch-size")
     start_folder = open_run(config, mesh)
@@ -137,12 +148,14 @@ def main(config: Config) -> Path | None:
         add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=config.init,
                  generator=torch.Generator().manual_seed(config.seed))
     policy.gradient_checkpointing = config.gradient_checkpointing
+    policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
+                         chunks=config.chunks, context_kind=config.cp_kind)
     data = data.fit(policy.config.context, config.drop_long_rows)
     if config.pack:
         data = data.packed(policy.config.context)
 
     # ---- optimizer
-    optimizer = AdamW(policy.named_parameters(), config.lr, weight_decay=config.weight_decay)
+    optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
     guard = SkipCounter()
     if config.epochs and not data.size("train"):
         raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps")
@@ -153,7 +166,7 @@ def main(config: Config) -> Path | None:
     best = {"loss": inf, "step": 0, "stale": 0}  # the lowest eval/loss, its step, and how many evaluations ago
     torch.manual_seed(config.seed)
     if start_folder:
-        tensors, state = load_checkpoint(start_folder)
+        tensors, state = load_checkpoint(start_folder, policy, mesh)
         optimizer.load_state_tensors(restore_rng(tensors))
         start, best = state["step"], state["best"]
         guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
@@ -183,7 +196,7 @@ def main(config: Config) -> Path | None:
 
         # (3) update
         lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)
-        grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm)
+        grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm, mesh)
         guard.step(optimizer, grad_norm, lr, stats["loss"])
         optimizer.zero_grad()
 
@@ -212,13 +225,11 @@ def main(config: Config) -> Path | None:
         over = stopping or early or step == end
         logger.log(step, metrics)
         if over or improved or step % config.save_every == 0:
-            if mesh.is_main:
-                tensors = optimizer.state_tensors() | rng_tensors()
-                state = {"step": step, "ended_early": early, "best": best, "skipped": guard.skipped,
-                         "skipped_in_a_row": guard.in_a_row}
-                save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, best["step"],
-                                save_policy)
-            barrier(mesh)
+            tensors = optimizer.state_tensors() | rng_tensors()
+            state = {"step": step, "ended_early": early, "best": best, "skipped": guard.skipped,
+                     "skipped_in_a_row": guard.in_a_row}
+            save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, best["step"],
+                            save_policy, mesh)
         if over:
             break
 
@@ -227,8 +238,10 @@ def main(config: Config) -> Path | None:
         return None
     if mesh.is_main and best["step"]:
         print(f"best: step_{best['step']}, eval/loss {best['loss']:.4f}")
-    if mesh.is_main and data.env:
-        print("a held-out problem:", sample_text(policy, tokenizer, data.env, config.max_new_tokens))
+    if data.env:
+        text = sample_text(policy, tokenizer, data.env, config.max_new_tokens)
+        if mesh.is_main:
+            print("a held-out problem:", text)
     return Path(config.run_dir) / f"step_{best['step'] or last}"
 
 

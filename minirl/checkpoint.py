@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from minirl.architectures import ARCHITECTURES, Stored, from_hf, tensor_layout, 
 from minirl.config import UserError, read_json, write_text
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import Mesh, barrier
+from minirl.parallel.zero import gathered
+from minirl.parallel.layout import ALONE, Whole, describe, read_training, training_file
 from minirl.tokenizer import Tokenizer
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
@@ -40,20 +43,24 @@ SHARD_BYTES = 5 * 10**9
 # ---- a model folder ----
 
 def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None,
-               shard_bytes: int = SHARD_BYTES) -> None:
+               shard_bytes: int = SHARD_BYTES, mesh: Mesh | None = None) -> None:
     """Write config.json, generation_config.json, the weights and the tokenizer's files; each file whole or not at all.
 
     config.json is of the architecture that the model was loaded from, or of the first that computes the same. Weights
     beyond `shard_bytes` are spread over several files, one tensor at least in each. UserError before anything is
     written: no architecture computes this, or the model has parameters of its own (adapters must be merged first).
 
-    The model may be wrapped by DistributedDataParallel or torch.compile: the names written are plain.
+    The model may be wrapped by DistributedDataParallel or torch.compile: the names written are plain. If it is spread
+    over a mesh, every rank calls this, and the first one writes.
     """
     folder, plain = Path(folder), getattr(model, "module", model)  # out of DistributedDataParallel
-    config, dtype = plain.config, plain.embed_tokens.weight.dtype
+    config, dtype = plain.config, next(plain.parameters()).dtype
     described = to_hf(config)
     state = {name.replace("_orig_mod.", ""): tensor.detach()  # torch.compile's mark, of model or layer
              for name, tensor in plain.state_dict().items()}
+    if mesh is not None and mesh.size > 1:
+        state = Whole(state, dict(plain.named_parameters()), mesh)
+    writes = mesh is None or mesh.is_main
     with torch.device("meta"):
         wanted = dict(Transformer(config).named_parameters())
     if state.keys() != wanted.keys():
@@ -62,7 +69,9 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
     generation = plain.generation_config | _token_ids(plain.generation_config, tokenizer, config.vocab_size)
     ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     folder.mkdir(parents=True, exist_ok=True)
-    written = _save_weights(tensor_layout(described["model_type"], wanted), state, folder, shard_bytes)
+    written = _save_weights(tensor_layout(described["model_type"], wanted), state, dtype, folder, shard_bytes, writes)
+    if not writes:
+        return
     if tokenizer is not None:
         tokenizer.save(folder)
     write_text(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
@@ -131,7 +140,8 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 # What a resumed run may change: where and how it computes, and how long (a schedule that falls is stretched with it).
 FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
-                  "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing"}
+                  "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing",
+                  "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero"}
 
 
 def open_run(config: Any, mesh: Mesh) -> Path | None:
@@ -157,29 +167,39 @@ def open_run(config: Any, mesh: Mesh) -> Path | None:
 
 def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer: Tokenizer | None,
                     tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2, protect: int = 0,
-                    write: Callable[[nn.Module, Path, Tokenizer | None], None] = save_model) -> Path:
+                    write: Callable[..., None] = save_model, mesh: Mesh | None = None) -> Path:
     """Write run_dir/step_N, then delete all but the newest `keep` checkpoints, step_0 and step_`protect`.
 
-    One rank calls it.
+    Every rank of the mesh calls it, and comes back when the checkpoint is there.
 
-    tensors : what else is made of tensors (optimizer, random state); names are free
+    tensors : what else is made of tensors (optimizer, random state), of this rank; names are free
     state   : what else there is (data position, counters), as plain JSON values
-    write   : how the model itself is written: whole, or only its adapter (`lora.save_policy`)
+    write   : how the model itself is written, (model, folder, tokenizer, mesh=): whole, or only its adapter
+              (`lora.save_policy`)
     returns : the folder; at every moment of a save, a repeated one included, some complete checkpoint exists
     """
     if keep < 1:
         raise UserError(f"keep {keep}: a run must keep at least 1 checkpoint")
-    run = Path(run_dir)
+    mesh = mesh or Mesh()
+    run, layout = Path(run_dir), describe(model, mesh)
     final, temporary, old = (run / f"step_{step}{suffix}" for suffix in ("", ".tmp", ".old"))
-    for orphan in run.glob("step_*.tmp"):  # of a run that was killed
-        shutil.rmtree(orphan)
     try:
-        write(model, temporary, tokenizer)
-        (temporary / "training").mkdir()
-        _save_tensors(tensors, temporary / "training/state.safetensors")
+        if mesh.is_main:
+            for orphan in run.glob("step_*.tmp"):  # of a run that was killed
+                shutil.rmtree(orphan)
+            (temporary / "training").mkdir(parents=True)
+        barrier(mesh)
+        with gathered(model):
+            write(model, temporary, tokenizer, mesh=mesh)
+        if name := training_file(layout, mesh):
+            _save_tensors(tensors, temporary / "training" / name)
+        barrier(mesh)  # every rank's file is there
+        if not mesh.is_main:
+            barrier(mesh)
+            return final
         sizes = {str(path.relative_to(temporary)): path.stat().st_size
                  for path in sorted(temporary.rglob("*")) if path.is_file()}
-        content = {"step": step, "state": state, "files": sizes}
+        content = {"step": step, "state": state, "layout": layout, "files": sizes}
         write_text(temporary / "training/state.json", json.dumps(content, indent=2) + "\n")
         for path in [*temporary.rglob("*"), temporary]:
             _sync(path)  # a rename that reaches the disk before the data leaves an empty checkpoint
@@ -192,6 +212,7 @@ def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer:
     temporary.rename(final)
     _sync(run)
     _prune(run, step, keep, {0, protect})
+    barrier(mesh)
     return final
 
 
@@ -205,12 +226,17 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
     return None
 
 
-def load_checkpoint(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and state that `save_checkpoint` was given; `load_model` opens the weights."""
+def load_checkpoint(folder: str | Path, model: nn.Module | None = None,
+                    mesh: Mesh | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and state that `save_checkpoint` was given; `load_model` opens the weights.
+
+    model, mesh : in which layout the tensors are wanted; default: whole, as one process has them
+    """
     if flaw := _flaw(Path(folder)):
         raise UserError(f"{folder} is no complete checkpoint: {flaw}")
     training = Path(folder) / "training"
-    return load_file(training / "state.safetensors"), read_json(training / "state.json")["state"]
+    content = read_json(training / "state.json")
+    return read_training(training, content.get("layout") or ALONE, model, mesh), content["state"]
 
 
 def rng_tensors() -> dict[str, Tensor]:
@@ -247,11 +273,16 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     return said | (read_json(path) if path.is_file() else {})
 
 
-def _save_weights(layout: dict[str, Stored], state: dict[str, Tensor], folder: Path, shard_bytes: int) -> set[str]:
-    """Write the weights, one shard in memory at a time; returns the names of the files."""
-    shards, room = [], 0
+def _save_weights(layout: dict[str, Stored], state: Mapping[str, Tensor], dtype: torch.dtype, folder: Path,
+                  shard_bytes: int, writes: bool) -> set[str]:
+    """Write the weights, one shard in memory at a time; returns the names of the files.
+
+    writes : False on a rank that only helps to put the tensors together
+    """
+    shards, room, total = [], 0, 0
     for name, stored in layout.items():
-        size = sum(state[ours].nbytes for ours in stored.names)
+        size = prod(stored.shape) * dtype.itemsize
+        total += size
         if size > room:
             shards.append([])
             room = shard_bytes
@@ -261,9 +292,11 @@ def _save_weights(layout: dict[str, Stored], state: dict[str, Tensor], folder: P
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for shard, path in zip(shards, names, strict=True):
-        _save_tensors({name: layout[name].join(state) for name in shard}, folder / path)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in state.values())},
+        tensors = {name: layout[name].join(state) for name in shard}
+        if writes:
+            _save_tensors(tensors, folder / path)
+    if len(shards) > 1 and writes:
+        index = {"metadata": {"total_size": total},
                  "weight_map": {name: path for shard, path in zip(shards, names, strict=True) for name in shard}}
         names.append("model.safetensors.index.json")
         write_text(folder / names[-1], json.dumps(index, indent=2) + "\n")

@@ -301,15 +301,21 @@ ALLOWED = {"peft_type": ["LORA"], "bias": ["none"],
            "init_lora_weights": [True, "gaussian", "orthogonal"]}  # pissa, olora, ... belong to a changed base
 
 
-def save_adapter(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+def save_adapter(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,
+                 mesh: Mesh | None = None) -> None:
     """Write the adapter alone, as PEFT does, and the tokenizer's files; each file whole or not at all.
 
-    The base is not written: adapter_config.json names its folder (LoRAConfig.base_model), for `load_adapted`.
+    The base is not written: adapter_config.json names its folder (LoRAConfig.base_model), for `load_adapted`. If the
+    model is spread over a mesh, every rank calls this, and the first one writes.
     """
     folder, plain = Path(folder), getattr(model, "module", model)
     spell = _spelling(plain)
     tensors = {f"{PREFIX}{spell(name)}.{leaf}": parameter
                for name, adapter in _required(model).items() for leaf, parameter in adapter.trained().items()}
+    if mesh is not None and mesh.size > 1:
+        tensors = dict(Whole(tensors, tensors, mesh))
+        if not mesh.is_main:
+            return
     values = {PEFT_NAMES[name]: None if value in ((), "") else value
               for name, value in asdict(plain.lora_config).items()}
     values |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
@@ -387,9 +393,10 @@ def open_policy(folder: str | Path, dtype: torch.dtype | None = torch.float32, d
     return quantize_base(model) if quantize else model
 
 
-def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,
+                mesh: Mesh | None = None) -> None:
     """What `open_policy` opens again: the adapter alone where there is one, else the model."""
-    (save_adapter if adapters(model) else save_model)(model, folder, tokenizer)
+    (save_adapter if adapters(model) else save_model)(model, folder, tokenizer, mesh=mesh)
 
 
 def export_merged(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:

@@ -12,6 +12,7 @@ samples are therefore built by the same steps, and agree token for token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,9 @@ from minirl.config import UserError
 from minirl.env.base import Env, Example, Step
 from minirl.generate import generate
 from minirl.model import Transformer
+from minirl.parallel.collectives import broadcast_object
+from minirl.parallel.context import gather_rollouts
+from minirl.parallel.mesh import Mesh
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
 
@@ -69,19 +73,30 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
 
 
 def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Sequence[Example], group_size: int = 1,
-            first_prompt: int = 0, **sampling) -> Rollout:
+            first_prompt: int = 0, mesh: Mesh | None = None, **sampling) -> Rollout:
     """The policy plays `group_size` episodes of every example.
 
     first_prompt : number of the first example over the whole run; sample ids count from first_prompt * group_size
+    mesh         : all ranks of a replica call this with the same examples, and all get the same rows. The ranks of cp
+                   share the examples; the environment runs on one of those that share the layers and matrices
     sampling     : passed to `generate` (max_new_tokens, temperature, seed, ...)
     returns      : a Rollout with rewards (the sum of an episode's rewards), texts and turns
     """
+    mesh = mesh or Mesh()
+    if mesh.cp > 1:
+        start, end = (len(examples) * (mesh.cp_rank + i) // mesh.cp for i in range(2))
+        rollout = None
+        if end > start:
+            rollout = collect(policy, tokenizer, env, examples[start:end], group_size, first_prompt + start,
+                              replace(mesh, cp=1), **sampling)
+        return gather_rollouts(rollout, mesh.cp_group).to(mesh.device)
     prompts = [prompt_tokens(tokenizer, example.prompt) for example in examples]
     episodes = [env.reset(example) for example in examples for _ in range(group_size)]
     turns: list[list[Step]] = [[] for _ in episodes]
 
     def respond(row: int, action: list[int]) -> list[int]:
-        step = episodes[row].step(tokenizer.decode(action, continued=True))
+        acted = episodes[row].step(tokenizer.decode(action, continued=True)) if mesh.replica_group.rank == 0 else None
+        step = broadcast_object(acted, mesh.replica_group)
         turns[row].append(step)
         return [] if step.done else tokenizer.encode(step.observation, continued=True)
 
