@@ -8,14 +8,13 @@ over ranks of means over microbatches would weigh a token by the company it happ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minirl.logprobs import Output, token_logprobs
 from minirl.model import Transformer
+from minirl.parallel.collectives import MAX, all_reduce, gather_objects
 from minirl.parallel.mesh import Mesh
 from minirl.rollout import Rollout
 
@@ -23,34 +22,18 @@ LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
 
 
 def all_reduce_sum(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The sum over replicas; the input is left as it is."""
-    return _all_reduce(value, mesh, dist.ReduceOp.SUM)
+    """The sum over all that hold the same weights for other tokens (dp x cp); the input is left as it is."""
+    return value if mesh is None else all_reduce(value, mesh.data_group)
 
 
 def all_reduce_max(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The maximum over replicas; the input is left as it is."""
-    return _all_reduce(value, mesh, dist.ReduceOp.MAX)
+    """The maximum over them; the input is left as it is."""
+    return value if mesh is None else all_reduce(value, mesh.data_group, MAX)
 
 
 def barrier(mesh: Mesh) -> None:
     """Nobody goes on before everybody is here."""
-    all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)
-
-
-def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
-    """What each replica has, in the order of the ranks: small things that can be pickled, such as names."""
-    values = [value] * mesh.dp
-    if mesh.dp > 1:
-        dist.all_gather_object(values, value, group=mesh.dp_group)
-    return values
-
-
-def _all_reduce(value: Tensor, mesh: Mesh | None, op: dist.ReduceOp) -> Tensor:
-    if mesh is None or mesh.dp == 1:
-        return value
-    value = value.clone()
-    dist.all_reduce(value, op, group=mesh.dp_group)
-    return value
+    all_reduce(torch.zeros(1, device=mesh.device), mesh.world_group)
 
 
 def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh,
@@ -81,7 +64,7 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
     A parameter that this rank's rows did not reach takes part with zeros; leaving it out would shift every number
     behind it, or hang the others.
     """
-    if mesh.dp == 1:
+    if mesh.data_group.size == 1:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
@@ -92,7 +75,7 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
 
 def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
     """Sums (or maxima) over replicas -> Python floats. A replica without rows has no names of its own to report."""
-    names = sorted(set().union(*gather_objects(list(totals), mesh)))
+    names = sorted(set().union(*gather_objects(list(totals), mesh.data_group)))
     if not names:
         return {}
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
