@@ -276,7 +276,7 @@ class Batch:
         self.cache = self._empty_cache(0)
 
     def _empty_cache(self, rows: int) -> KVCache:
-        return KVCache(self.policy.config, rows, self.slots, self.policy.head_weight.dtype, self.device)
+        return KVCache(self.policy, rows, self.slots)
 
     def admit(self, rows: list[int], group_size: int) -> None:
         """Take in new rows. One row of each prompt is prefilled; its cache is copied to the others of its group."""
