@@ -35,8 +35,26 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
                   nothing: `shift_mask` leaves it out
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
+    result = _logprobs_here(model, tokens, temperature, documents, entropy)
+    if model.pipeline is None:
+        return result
+    return Output(*map(model.pipeline.from_last, result)) if entropy else model.pipeline.from_last(result)
+
+
+def _logprobs_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
+                   entropy: bool = False) -> Tensor | Output:
+    """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
     hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
-    result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy,
+    if model.has_head:
+        return head_logprobs(model, hidden, tokens[:, 1:], temperature, entropy)
+    zeros = hidden.new_zeros(tokens[:, 1:].shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return Output(zeros, zeros) if entropy else zeros
+
+
+def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
+                    entropy: bool = False) -> Tensor | Output:
+    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S), or an Output with the entropy."""
+    result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping)
     return Output(*result) if entropy else result
 
@@ -48,11 +66,11 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     """
     parts = ((index, rollout.rows(index)) for index in rollout.split(microbatch_size))
-    pieces = [(index, token_logprobs(model, part.tokens, temperature, part.documents)) for index, part in parts]
+    pieces = [(index, _logprobs_here(model, part.tokens, temperature, part.documents)) for index, part in parts]
     logprobs = pieces[0][1].new_zeros(rollout.action_mask.shape)
     for index, piece in pieces:
         logprobs[index, : piece.shape[1]] = piece
-    return logprobs
+    return logprobs if model.pipeline is None else model.pipeline.from_last(logprobs)
 
 
 def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -152,7 +152,7 @@ def loss_total(mode: Mode, mask: Tensor, mesh: Mesh | None = None, group: Tensor
         total = rows * constant_length
     else:
         raise _no_such(mode)
-    if mesh is not None and mesh.dp > 1:
+    if mesh is not None and mesh.size > 1:
         from minirl.parallel.data import all_reduce_sum  # torch.distributed is not needed on a laptop
 
         total = all_reduce_sum(total, mesh)

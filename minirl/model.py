@@ -14,7 +14,7 @@ causal model cannot look there: the padded tail needs no mask, only a loss that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,10 +37,11 @@ class KVCache:
     since reading with gaps is slower than reading through.
     """
 
-    def __init__(self, config: ModelConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device):
-        shape = rows, config.num_key_value_heads, slots, config.head_dim  # (B, K, slots, E), of each layer
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+    def __init__(self, model: Transformer, rows: int, slots: int):
+        """Of the layers, and in them the heads, that `model` has here: number of the layer -> (B, K, slots, E)."""
+        layers = {i: block.self_attn for i, block in enumerate(model.layers) if isinstance(block, Block)}
+        self.keys, self.values = ({i: attention.k_proj.weight.new_zeros(
+            rows, attention.kv_heads, slots, attention.head_dim) for i, attention in layers.items()} for _ in range(2))
 
     def select(self, rows: Tensor, slots: int) -> KVCache:
         """A copy of some rows (R,), in any order and with repeats, that holds the first `slots` slots of each."""
@@ -56,14 +57,14 @@ class KVCache:
 
     def put(self, rows: Tensor, other: KVCache) -> None:
         """Write the rows of `other` over the rows (R,) of this cache."""
-        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            mine[rows] = theirs
+        for i in self.keys:
+            self.keys[i][rows], self.values[i][rows] = other.keys[i], other.values[i]
 
     def _map(self, function: Callable[..., Tensor], *others: KVCache) -> KVCache:
         """A new cache, from function(x, ...) of every tensor x and its counterparts."""
         new = KVCache.__new__(KVCache)
-        new.keys = [function(*each) for each in zip(self.keys, *(o.keys for o in others), strict=True)]
-        new.values = [function(*each) for each in zip(self.values, *(o.values for o in others), strict=True)]
+        new.keys = {i: function(x, *(other.keys[i] for other in others)) for i, x in self.keys.items()}
+        new.values = {i: function(x, *(other.values[i] for other in others)) for i, x in self.values.items()}
         return new
 
 
@@ -122,6 +123,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, width
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.softcap = config.attn_logit_softcapping
+        self.attend = fused_attention  # context parallelism puts its own here
         self.q_proj = nn.Linear(size, self.heads * width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(size, self.kv_heads * width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(size, self.kv_heads * width, bias=config.qkv_bias)
@@ -145,9 +147,7 @@ class Attention(nn.Module):
         if cache is not None or self.softcap:
             out = grouped_attention(q, k, v, frame.mask, self.scale, self.softcap)
         else:
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, attn_mask=frame.mask, is_causal=frame.mask is None, scale=self.scale,
-                enable_gqa=self.heads != self.kv_heads).transpose(1, 2)
+            out = self.attend(q.transpose(1, 2), k, v, frame.mask, self.scale).transpose(1, 2)
         return self.o_proj(out.reshape(B, T, -1))
 
 
@@ -172,6 +172,12 @@ def write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> t
         keys.transpose(1, 2).index_put_((rows, frame.positions), k)
         values.transpose(1, 2).index_put_((rows, frame.positions), v)
     return keys[:, :, frame.start : frame.used], values[:, :, frame.start : frame.used]
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Causal attention of whole rows. q: (B, H, T, E); k, v: (B, K, T, E); mask as in Frame; returns (B, H, T, E)."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+                                          enable_gqa=q.shape[1] != k.shape[1])
 
 
 def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float,
@@ -258,13 +264,28 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.kinds = layer_kinds(config)
+        self.repeats = config.num_attention_heads // config.num_key_value_heads  # query heads that share a key head
         self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
+        self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers
 
     @property
     def head_weight(self) -> Tensor:
         """(V, D), the output matrix: the embedding itself when the two are tied."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def has_head(self) -> bool:
+        """False on all stages of a pipeline but the last: there `forward` returns no final hidden states."""
+        return self.pipeline is None or self.pipeline.is_last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype  # of any: the stages of a pipeline have none in common
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -276,18 +297,26 @@ class Transformer(nn.Module):
         cache     : a KVCache, written in place at `positions`; then T is the number of new tokens
         returns   : (B, T, D)
         """
-        frames = self._frames(tokens, positions, documents, cache)
+        frames = self.frames(tokens, positions, documents, cache)
+        if self.pipeline is not None:
+            return self.pipeline.forward(self, tokens, frames, cache)
+        return self.norm(self.run(self.embed(tokens, frames), frames, cache, range(len(self.layers))))
+
+    def embed(self, tokens: Tensor, frames: list[Frame]) -> Tensor:
+        """(B, T) -> (B, T, D), what the first block reads."""
         x = self.embed_tokens(tokens)
         if self.config.scale_embedding:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as it was in Gemma's training
-        if self.config.learned_positions:
-            x = x + self.embed_positions(frames[0].positions)
-        for layer, (block, frame) in enumerate(zip(self.layers, frames, strict=True)):
+        return x + self.embed_positions(frames[0].positions) if self.config.learned_positions else x
+
+    def run(self, x: Tensor, frames: list[Frame], cache: KVCache | None, layers: Iterable[int]) -> Tensor:
+        """(B, T, D) -> (B, T, D) through the blocks of those numbers."""
+        for layer in layers:
             if self.gradient_checkpointing and cache is None:
-                x = checkpoint(block, x, frame, None, layer, use_reentrant=False)
+                x = checkpoint(self.layers[layer], x, frames[layer], None, layer, use_reentrant=False)
             else:
-                x = block(x, frame, cache, layer)
-        return self.norm(x)
+                x = self.layers[layer](x, frames[layer], cache, layer)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.
@@ -319,11 +348,10 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=std, generator=generator)
         return self
 
-    def _frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
-                cache: KVCache | None) -> list[Frame]:
+    def frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
+               cache: KVCache | None) -> list[Frame]:
         """The frame of each layer; layers of one kind share theirs."""
-        config, T, dtype = self.config, tokens.shape[1], self.embed_tokens.weight.dtype
-        share = config.num_attention_heads // config.num_key_value_heads
+        config, T, dtype, share = self.config, tokens.shape[1], self.dtype, self.repeats
         span = T if positions is None else math.inf  # how far apart the positions of a row may lie
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None] if documents is None else restart(documents)

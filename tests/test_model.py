@@ -55,7 +55,7 @@ def some_tokens(rows, length, seed=1):
 
 
 def empty_cache(model, rows, slots):
-    return KVCache(model.config, rows, slots, torch.float64, torch.device("cpu"))
+    return KVCache(model, rows, slots)
 
 
 def close(found, wanted, hint="", tolerance=1e-12):
@@ -346,12 +346,12 @@ def test_a_window_counts_positions_and_not_tokens():
 
 def test_a_row_within_the_window_needs_no_mask_and_a_step_reads_the_window_alone():
     model, tokens = tiny(replace(LLAMA, sliding_window=4)), some_tokens(2, 9)
-    assert model._frames(tokens[:, :4], None, None, None)[0].mask is None
-    assert model._frames(tokens[:, :5], None, None, None)[0].mask is not None
+    assert model.frames(tokens[:, :4], None, None, None)[0].mask is None
+    assert model.frames(tokens[:, :5], None, None, None)[0].mask is not None
     cache = empty_cache(model, 2, 9)
-    frame = model._frames(tokens[:, :1], torch.full((2, 1), 7), None, cache)[1]
+    frame = model.frames(tokens[:, :1], torch.full((2, 1), 7), None, cache)[1]
     assert (frame.mask, frame.start, frame.used) == (None, 4, 8), "slots 4, 5, 6, 7 are in sight"
-    frame = model._frames(tokens[:, :1], torch.tensor([[7], [5]]), None, cache)[1]
+    frame = model.frames(tokens[:, :1], torch.tensor([[7], [5]]), None, cache)[1]
     assert (frame.start, frame.used) == (2, 8)
     seen = [[slot for slot in range(2, 8) if frame.mask[row, 0, 0, slot - 2] == 0] for row in (0, 1)]
     assert seen == [[4, 5, 6, 7], [2, 3, 4, 5]]
@@ -359,10 +359,10 @@ def test_a_row_within_the_window_needs_no_mask_and_a_step_reads_the_window_alone
 
 def test_layers_of_one_kind_share_one_frame():
     model = tiny(SHAPES["gemma3"])
-    frames = Transformer(replace(model.config, num_hidden_layers=4, layer_types=model.config.layer_types * 2))._frames(
+    frames = Transformer(replace(model.config, num_hidden_layers=4, layer_types=model.config.layer_types * 2)).frames(
         some_tokens(1, 5), None, None, None)
     assert frames[0] is frames[2] and frames[1] is frames[3] and frames[0] is not frames[1]
-    assert len({*map(id, tiny()._frames(some_tokens(1, 5), None, None, None))}) == 1
+    assert len({*map(id, tiny().frames(some_tokens(1, 5), None, None, None))}) == 1
 
 
 def test_a_single_document_is_a_plain_row():

@@ -515,7 +515,7 @@ def test_the_workers_of_a_killed_torchrun_die_with_it(tmp_path, ranks):
 
 def test_shares_are_contiguous_equal_and_complete_or_refused():
     assert [[*Mesh(dp=4, dp_rank=rank).share(8)] for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(UserError, match=r"^10 prompts do not divide over 4 ranks: use a multiple of 4$"):
+    with pytest.raises(UserError, match=r"^10 prompts do not divide over 4 replicas: use a multiple of 4$"):
         Mesh(dp=4).share(10, "prompts")
 
 

@@ -197,7 +197,7 @@ def test_cached_and_uncached_agree_in_float64(folders, case):
     length = min(40, model.config.context)
     tokens = TOKENS[:, :length]
     wanted = model(tokens)
-    cache = KVCache(model.config, 2, length, torch.float64, torch.device("cpu"))
+    cache = KVCache(model, 2, length)
     parts = [model(tokens[:, at], torch.arange(length)[at].expand(2, -1), cache=cache)
              for at in (slice(0, 11), slice(11, 25), *(slice(i, i + 1) for i in range(25, length)))]
     close(torch.cat(parts, 1), wanted, tolerance=1e-10)

@@ -7,50 +7,34 @@ over ranks of means over microbatches would weigh a token by the company it happ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minirl.logprobs import Output, token_logprobs
 from minirl.model import Transformer
+from minirl.parallel.collectives import MAX, all_reduce, gather_objects
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.pipeline import run_schedule, sum_tied_gradients
 from minirl.rollout import Rollout
 
 LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
 
 
 def all_reduce_sum(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The sum over replicas; the input is left as it is."""
-    return _all_reduce(value, mesh, dist.ReduceOp.SUM)
+    """The sum over all that hold the same weights for other tokens (dp x cp); the input is left as it is."""
+    return value if mesh is None else all_reduce(value, mesh.data_group)
 
 
 def all_reduce_max(value: Tensor, mesh: Mesh | None) -> Tensor:
-    """The maximum over replicas; the input is left as it is."""
-    return _all_reduce(value, mesh, dist.ReduceOp.MAX)
+    """The maximum over them; the input is left as it is."""
+    return value if mesh is None else all_reduce(value, mesh.data_group, MAX)
 
 
 def barrier(mesh: Mesh) -> None:
     """Nobody goes on before everybody is here."""
-    all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)
-
-
-def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
-    """What each replica has, in the order of the ranks: small things that can be pickled, such as names."""
-    values = [value] * mesh.dp
-    if mesh.dp > 1:
-        dist.all_gather_object(values, value, group=mesh.dp_group)
-    return values
-
-
-def _all_reduce(value: Tensor, mesh: Mesh | None, op: dist.ReduceOp) -> Tensor:
-    if mesh is None or mesh.dp == 1:
-        return value
-    value = value.clone()
-    dist.all_reduce(value, op, group=mesh.dp_group)
-    return value
+    all_reduce(torch.zeros(1, device=mesh.device), mesh.world_group)
 
 
 def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh,
@@ -62,17 +46,26 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
     entropy : whether out.entropy is wanted (it is None otherwise)
     returns : the stats of all microbatches and replicas, "loss" among them
     """
+    run = one_by_one if model.pipeline is None else run_schedule
     totals: dict[str, Tensor] = {}
+    for stats in run(model, microbatches, loss_fn, mesh, temperature, entropy):
+        for name, value in stats.items():
+            value = value.double()
+            old = totals.get(name, torch.zeros_like(value))
+            totals[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
+    sum_tied_gradients(model)
+    sum_gradients(model, mesh)
+    return gather_objects(reduce_stats(totals, mesh), mesh.pp_group)[-1]  # only the last stage of a pipeline has any
+
+
+def one_by_one(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh, temperature: float,
+               entropy: bool) -> Iterator[dict[str, Tensor]]:
+    """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for microbatch in microbatches:
         out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy)
         loss, stats = loss_fn(out if entropy else Output(out, None), microbatch)
         loss.backward()
-        for name, value in {**stats, "loss": loss.detach()}.items():
-            value = value.double()
-            old = totals.get(name, torch.zeros_like(value))
-            totals[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
-    sum_gradients(model, mesh)
-    return reduce_stats(totals, mesh)
+        yield {**stats, "loss": loss.detach()}
 
 
 def sum_gradients(model: Transformer, mesh: Mesh) -> None:
@@ -81,7 +74,7 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
     A parameter that this rank's rows did not reach takes part with zeros; leaving it out would shift every number
     behind it, or hang the others.
     """
-    if mesh.dp == 1:
+    if mesh.data_group.size == 1:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
@@ -92,7 +85,7 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
 
 def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
     """Sums (or maxima) over replicas -> Python floats. A replica without rows has no names of its own to report."""
-    names = sorted(set().union(*gather_objects(list(totals), mesh)))
+    names = sorted(set().union(*gather_objects(list(totals), mesh.data_group)))
     if not names:
         return {}
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -1,4 +1,15 @@
-"""Who am I among the processes of this job? The only file that reads torchrun's environment variables."""
+"""Who am I among the processes of this job, and with whom do I share what? The only file that reads torchrun's variables.
+
+Ranks are laid out on a grid of four axes, dp x pp x cp x tp, the last running fastest:
+
+    dp  data parallel       replicas of the model, each with its own rows
+    pp  pipeline parallel   stages: each holds some of the layers
+    cp  context parallel    each holds some columns of every row
+    tp  tensor parallel     each holds a slice of every matrix; most talkative, so neighbours (one machine) share it
+
+    8 ranks, dp=2 pp=2 tp=2         tp pairs (0 1) (2 3) (4 5) (6 7)      pp pairs (0 2) (1 3) (4 6) (5 7)
+                                    dp pairs (0 4) (1 5) (2 6) (3 7)
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,8 @@ import datetime
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -16,33 +28,143 @@ from minirl.config import UserError
 
 CPU = torch.device("cpu")
 TIMEOUT = datetime.timedelta(minutes=10)  # a rank that waits longer than this for another gives up with an error
+AXES = ("dp", "pp", "cp", "tp")
+
+
+@dataclass
+class Ledger:
+    """What was communicated: (operation, name of the group) -> number of calls, and bytes of the tensors.
+
+    Bytes are those of the whole tensor that an operation is about: the input of an all-reduce or a reduce-scatter, the
+    result of an all-gather, what one rank sends otherwise. `plan.py` turns them into bytes on the wire.
+    """
+
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, operation: str, group: str, tensor: torch.Tensor) -> None:
+        key = operation, group
+        self.calls[key] = self.calls.get(key, 0) + 1
+        self.bytes[key] = self.bytes.get(key, 0) + tensor.numel() * tensor.element_size()
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ in some axes only. `rank` is the place among them of the process that asks."""
+
+    name: str  # "dp", "tp", ...: for the ledger
+    ranks: tuple[int, ...] = (0,)  # of the whole job
+    rank: int = 0
+    handle: dist.ProcessGroup | None = None
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of one job. `dp` replicas of the model share the work; each is one rank."""
+    """The processes of one job: the size of each axis, this process's place on it, and its partners there."""
 
     dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
     dp_rank: int = 0
-    dp_group: dist.ProcessGroup | None = None
+    pp_rank: int = 0
+    cp_rank: int = 0
+    tp_rank: int = 0
+    dp_group: Group = Group("dp")
+    pp_group: Group = Group("pp")
+    cp_group: Group = Group("cp")
+    tp_group: Group = Group("tp")
+    data_group: Group = Group("dp_cp")  # dp x cp: everyone who holds the same weights for other tokens
+    world_group: Group = Group("world")
     device: torch.device = CPU
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
 
     @property
     def size(self) -> int:
-        """Ranks whose rows and tokens add up to one batch."""
-        return self.dp
+        return self.dp * self.pp * self.cp * self.tp
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that prints and writes files."""
-        return self.dp_rank == 0
+        return self.dp_rank == self.pp_rank == self.cp_rank == self.tp_rank == 0
 
     def share(self, count: int, what: str = "items") -> range:
         """The slice of 0 .. count-1 that falls to this replica: contiguous, equal, complete."""
         if count % self.dp:
-            raise UserError(f"{count} {what} do not divide over {self.dp} ranks: use a multiple of {self.dp}")
+            raise UserError(f"{count} {what} do not divide over {self.dp} replicas: use a multiple of {self.dp}")
         size = count // self.dp
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
+
+
+def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """The place of a rank on each axis of a grid whose last axis runs fastest.
+
+    >>> coordinates(5, {"dp": 2, "pp": 2, "cp": 1, "tp": 2})
+    {'dp': 1, 'pp': 0, 'cp': 0, 'tp': 1}
+    """
+    place = {}
+    for axis in reversed(sizes):
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return {axis: place[axis] for axis in sizes}
+
+
+def partners(sizes: dict[str, int], along: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """All groups of ranks that differ in the axes `along` only, each in ascending order.
+
+    >>> partners({"dp": 2, "tp": 2}, ("dp",))
+    [(0, 2), (1, 3)]
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(prod(sizes.values())):
+        fixed = tuple(at for axis, at in coordinates(rank, sizes).items() if axis not in along)
+        groups.setdefault(fixed, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
+    """Join the job that torchrun started (gloo on CPU, NCCL on GPU), or be a job of one. May be called twice.
+
+    dp 0 takes what the other axes leave of the ranks. UserError: the product is not the number of ranks.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    sizes = {"dp": dp or max(1, world // (pp * cp * tp)), "pp": pp, "cp": cp, "tp": tp}
+    if prod(sizes.values()) != world:
+        raise UserError(" x ".join(f"{axis} {size}" for axis, size in sizes.items()) + f" makes "
+                        f"{prod(sizes.values())} ranks, but {world} were started: "
+                        f"torchrun --nproc_per_node {prod(sizes.values())}, or other sizes")
+    place = pick_device(device)
+    if "WORLD_SIZE" in os.environ:
+        die_with_parent()
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
+    ledger = Ledger()
+    groups = {name: _group(name, sizes, along, rank, ledger) for name, along in
+              [*((axis, (axis,)) for axis in AXES), ("dp_cp", ("dp", "cp")), ("world", AXES)]}
+    at = coordinates(rank, sizes)
+    return Mesh(**sizes, **{f"{axis}_rank": at[axis] for axis in AXES},
+                **{f"{axis}_group": groups[axis] for axis in AXES}, data_group=groups["dp_cp"],
+                world_group=groups["world"], device=place, ledger=ledger)
+
+
+def _group(name: str, sizes: dict[str, int], along: tuple[str, ...], rank: int, ledger: Ledger) -> Group:
+    """This rank's group. Every rank makes every group, its own or not, in the same order: torch asks for that."""
+    mine = Group(name, (rank,), ledger=ledger)
+    for ranks in partners(sizes, along):
+        if len(ranks) > 1:
+            whole = len(ranks) == prod(sizes.values())
+            handle = dist.group.WORLD if whole else dist.new_group(ranks, timeout=TIMEOUT)
+            if rank in ranks:
+                mine = Group(name, ranks, ranks.index(rank), handle, ledger)
+    return mine
 
 
 def pick_device(name: str) -> torch.device:
@@ -68,19 +190,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in kinds:
         raise UserError(f"--dtype {name} is unknown: use auto, {', '.join(kinds)}")
     return kinds[name]
-
-
-def init_mesh(device: str = "auto") -> Mesh:
-    """Join the job that torchrun started (gloo on CPU, NCCL on GPU), or be a job of one. May be called twice."""
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    place = pick_device(device)
-    if "WORLD_SIZE" in os.environ:
-        die_with_parent()
-    if world == 1:
-        return Mesh(device=place)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
-    return Mesh(dp=world, dp_rank=rank, dp_group=dist.group.WORLD, device=place)
 
 
 def close_mesh() -> None:
