@@ -156,7 +156,7 @@ def main(config: Config) -> None:
         else:
             first = (step - 1) * config.prompts_per_step + share.start
             examples = env.sample(len(share), start=first)
-            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, seed=config.seed,
+            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
                               max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
         if config.save_rollouts:
             rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
@@ -168,7 +168,7 @@ def main(config: Config) -> None:
 
         # (3) log-probs under the frozen reference
         if ref_policy is not None:
-            ref_logprobs = rollout_logprobs(ref_policy, rollout, config.microbatch_size, config.temperature)
+            ref_logprobs = rollout_logprobs(ref_policy, rollout, config.microbatch_size, config.temperature, mesh)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
 
         # (4) policy updates
@@ -183,7 +183,7 @@ def main(config: Config) -> None:
                                               config.eps_low, config.eps_high)
                 if mb.ref_logprobs is not None:
                     per_token = per_token + config.kl_coef * kl_estimate(out.logprobs, mb.ref_logprobs, "k3")
-                loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens)
+                loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
                                           mb.action_mask, config.eps_low, config.eps_high)
 

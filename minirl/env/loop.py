@@ -12,6 +12,7 @@ samples are therefore built by the same steps, and agree token for token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from minirl.generate import generate
 from minirl.model import Transformer
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -69,13 +73,21 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
 
 
 def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Sequence[Example], group_size: int = 1,
-            first_prompt: int = 0, **sampling) -> Rollout:
+            first_prompt: int = 0, mesh: Mesh | None = None, **sampling) -> Rollout:
     """The policy plays `group_size` episodes of every example.
 
     first_prompt : number of the first example over the whole run; sample ids count from first_prompt * group_size
+    mesh         : the ranks of a cp group share the examples out, and all get all rows
     sampling     : passed to `generate` (max_new_tokens, temperature, seed, ...)
     returns      : a Rollout with rewards (the sum of an episode's rewards), texts and turns
     """
+    if mesh is not None and mesh.cp > 1:
+        from minirl.parallel.context import gather_rollouts  # torch.distributed is not needed on a laptop
+
+        start, end = (len(examples) * (mesh.cp_rank + i) // mesh.cp for i in range(2))  # uneven shares, nothing twice
+        mine = collect(policy, tokenizer, env, examples[start:end], group_size, first_prompt + start,
+                       **sampling) if end > start else None
+        return gather_rollouts(mine, mesh.cp_group).to(mesh.device)
     prompts = [prompt_tokens(tokenizer, example.prompt) for example in examples]
     episodes = [env.reset(example) for example in examples for _ in range(group_size)]
     turns: list[list[Step]] = [[] for _ in episodes]
