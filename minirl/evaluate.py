@@ -11,6 +11,7 @@ from minirl.env.loop import collect
 from minirl.logprobs import rollout_logprobs
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
+from minirl.parallel.collectives import all_reduce
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
@@ -22,7 +23,8 @@ def evaluate(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int,
     returns {"eval/accuracy": share of full rewards, "eval/response_length": sampled tokens, mean}
     """
     problems = min(problems, env.size("eval") or problems)
-    start, end = (problems * (mesh.dp_rank + i) // mesh.dp for i in range(2))  # uneven shares, nothing twice
+    rank, ranks = mesh.dp_rank * mesh.cp + mesh.cp_rank, mesh.dp * mesh.cp
+    start, end = (problems * (rank + i) // ranks for i in range(2))  # uneven shares, nothing twice
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     if end > start:
         rollout = greedy(policy, tokenizer, env, start, end - start, max_new_tokens, max_rows)
@@ -62,14 +64,15 @@ def sample_text(policy: Transformer, tokenizer: Tokenizer, env: Env, max_new_tok
 
 
 def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
-    """Rewards and lengths of one step's rollout, over all ranks: sums first, so that the split cannot matter."""
+    """Rewards and lengths of one step's rollout, over all replicas: sums first, so that the split cannot matter."""
     constant = constant_groups(rollout.rewards, rollout.group)
     rewards, actions = rollout.rewards.double(), rollout.action_mask.sum()
     sums = [rewards.sum(), rewards.square().sum(), constant.sum(), actions, (~rollout.finished).sum(),
             rollout.lengths.sum()]
     counts = torch.tensor([len(rollout), len(constant)], dtype=torch.float64, device=rewards.device)
-    total, square, flat, actions, cut, tokens, rows, groups = all_reduce_sum(
-        torch.cat((torch.stack([value.double() for value in sums]), counts)), mesh).tolist()
+    sums = torch.cat((torch.stack([value.double() for value in sums]), counts))
+    # Not over cp: its ranks all have the same rows.
+    total, square, flat, actions, cut, tokens, rows, groups = all_reduce(sums, mesh.dp_group).tolist()
     mean = total / rows
     return {
         "reward_mean": mean,

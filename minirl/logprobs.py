@@ -8,14 +8,19 @@ tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the predi
     action_mask       0   0   0   0   1    1          (B, S)   what the policy wrote itself
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import linear_logprob
-from minirl.model import Transformer
+from minirl.model import Transformer, restart
 from minirl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Group, Mesh
 
 
 class Output(NamedTuple):
@@ -23,8 +28,8 @@ class Output(NamedTuple):
     entropy: Tensor  # (B, S) nats, of the distribution it was drawn from
 
 
-def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
-                   documents: Tensor | None = None, entropy: bool = False) -> Tensor | Output:
+def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0, documents: Tensor | None = None,
+                   entropy: bool = False, cp_group: Group | None = None) -> Tensor | Output:
     """Log-prob of each token after the first, given those before it. Gradient flows to the model.
 
     tokens      : (B, T) int64, padded on the right; the columns of padding hold numbers without a meaning
@@ -33,26 +38,47 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     documents   : (B, T) int64, for packed rows: a token sees only its own document, and positions count from
                   0 in each. A document's first token is predicted from the end of the one before, which means
                   nothing: `shift_mask` leaves it out
+    cp_group    : the ranks that the columns are cut over (parallel/context.py); each has its own of the result
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
-    result = _logprobs_here(model, tokens, temperature, documents, entropy)
+    result = _logprobs_here(model, tokens, temperature, documents, entropy, cp_group)
     if model.pipeline is None:
         return result
     return Output(*map(model.pipeline.from_last, result)) if entropy else model.pipeline.from_last(result)
 
 
 def _logprobs_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
-                   entropy: bool = False) -> Tensor | Output:
+                   entropy: bool = False, cp_group: Group | None = None) -> Tensor | Output:
     """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
-    hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
+    inputs, positions, documents, targets = shift(tokens, documents, cp_group)
+    hidden = model(inputs, positions, documents)  # (B, S, D)
     if model.has_head:
-        return head_logprobs(model, hidden, tokens[:, 1:], temperature, entropy)
-    zeros = hidden.new_zeros(tokens[:, 1:].shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return head_logprobs(model, hidden, targets, temperature, entropy)
+    zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     return Output(zeros, zeros) if entropy else zeros
 
 
+def shift(tokens: Tensor, documents: Tensor | None = None,
+          cp_group: Group | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(B, T) -> what the model reads (inputs, positions, documents) and what it shall predict (targets).
+
+    Inputs and targets are (B, S). With a cp_group they are this rank's columns of them, (B, S'/N), while positions
+    (1 or B, S') and documents (B, S') stay whole. Both are cut from the whole row: the target of a column at the border
+    of a piece is the first token of the next, which another rank may have.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    documents = None if documents is None else documents[:, :-1]
+    if cp_group is None or cp_group.size == 1:
+        return inputs, None, documents, targets
+    from minirl.parallel.context import cut, pad_columns  # torch.distributed is not needed on a laptop
+
+    positions = restart(inputs.new_zeros(1, inputs.shape[1]) if documents is None else documents)
+    documents = None if documents is None else pad_columns(documents, cp_group)
+    return cut(inputs, cp_group), pad_columns(positions, cp_group), documents, cut(targets, cp_group)
+
+
 def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
-                    entropy: bool = False) -> Tensor | Output:
+                  entropy: bool = False) -> Tensor | Output:
     """What the head makes of hidden states (B, S, D): log-probs of targets (B, S), or an Output with the entropy."""
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping)
@@ -60,15 +86,24 @@ def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperatu
 
 
 @torch.no_grad()
-def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0) -> Tensor:
+def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0,
+                     mesh: Mesh | None = None) -> Tensor:
     """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
 
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
+    With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     """
-    parts = ((index, rollout.rows(index)) for index in rollout.split(microbatch_size))
-    pieces = [(index, _logprobs_here(model, part.tokens, temperature, part.documents)) for index, part in parts]
-    logprobs = pieces[0][1].new_zeros(rollout.action_mask.shape)
-    for index, piece in pieces:
+    cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
+    logprobs = None
+    for index in rollout.split(microbatch_size):
+        part = rollout.rows(index)
+        piece = _logprobs_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
+        if cp_group is not None:
+            from minirl.parallel.context import join
+
+            piece = join(piece, cp_group, part.action_mask.shape[1])
+        if logprobs is None:
+            logprobs = piece.new_zeros(rollout.action_mask.shape)
         logprobs[index, : piece.shape[1]] = piece
     return logprobs if model.pipeline is None else model.pipeline.from_last(logprobs)
 

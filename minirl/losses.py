@@ -21,7 +21,7 @@ from torch import Tensor
 from minirl.config import UserError
 
 if TYPE_CHECKING:
-    from minirl.parallel import Mesh
+    from minirl.parallel.mesh import Group, Mesh
 
 Mode = Literal["token", "sequence", "prompt", "constant"]
 
@@ -85,21 +85,32 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     raise UserError(f'KL estimator {kind!r} does not exist: use "k1", "k2" or "k3"')
 
 
-def row_sum(x: Tensor, mask: Tensor) -> Tensor:
+def row_sum(x: Tensor, mask: Tensor, cp_group: Group | None = None) -> Tensor:
     """(B, S), mask (B, S) bool -> (B,). Every sum over the tokens of a row is made here.
 
     By `where`, since inf or NaN in a masked column times 0 would be NaN, in the sum and in the gradient.
+
+    cp_group : the ranks that hold other columns of the same rows (context parallelism), for a sum that is needed
+               whole, as in a ratio of whole rows. An all-reduce, and one more in backward, for each rank goes on with
+               the sum in its own way: its loss is a share. `aggregate` only adds up and needs no such thing
     """
-    return torch.where(mask, x, 0.0).sum(1)
+    rows = torch.where(mask, x, 0.0).sum(1)
+    if cp_group is None or cp_group.size == 1:
+        return rows
+    from minirl.parallel.collectives import copy_to, reduce_from  # torch.distributed is not needed on a laptop
+
+    return copy_to(reduce_from(rows, cp_group), cp_group)
 
 
 def aggregate(per_token: Tensor, mask: Tensor, mode: Mode, total: Tensor | float,
-              prompt_tokens: Tensor | None = None) -> Tensor:
+              prompt_tokens: Tensor | None = None, row_tokens: Tensor | None = None) -> Tensor:
     """This microbatch's share of the loss, a scalar; the shares of all microbatches and ranks add up to it.
 
     per_token     : (B, S)          mask : (B, S) bool
     total         : from `loss_total`, for the whole optimizer update
     prompt_tokens : (B,) from the function of that name, for the mode "prompt"
+    row_tokens    : (B,) action tokens of the whole rows, where per_token and mask hold only some of their columns
+                    (context parallelism; `cut_columns` counts them); None: they hold all
 
     mode        weight of a token                                source
     "token"     1 / all action tokens                            SFT; DAPO's code
@@ -112,7 +123,7 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: Mode, total: Tensor | float
     """
     rows = row_sum(per_token, mask)  # (B,)
     if mode == "sequence":
-        rows = rows / mask.sum(1).clamp(min=1)
+        rows = rows / (mask.sum(1) if row_tokens is None else row_tokens).clamp(min=1)
     elif mode == "prompt":
         if prompt_tokens is None:
             raise UserError('mode "prompt" divides by the tokens of a prompt: pass prompt_tokens(mask, group)'
@@ -126,9 +137,10 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: Mode, total: Tensor | float
 @torch.no_grad()
 def loss_total(mode: Mode, mask: Tensor, mesh: Mesh | None = None, group: Tensor | None = None,
                constant_length: int | None = None) -> Tensor:
-    """The one denominator of an optimizer update: int64 scalar, summed over data-parallel ranks.
+    """The one denominator of an optimizer update: int64 scalar, summed over replicas.
 
-    mask            : (B, S) bool, all rows of this rank in this update, after filters and truncation masks
+    mask            : (B, S) bool, all rows of this replica in this update, after filters and truncation masks. Whole
+                      rows: they are cut over the ranks of context parallelism later, which all count the same here
     group           : (B,) the prompt of each row, for the mode "prompt"; the rows of a prompt lie on one rank
     constant_length : tokens, for the mode "constant": a number of the config. Never the width of the batch,
                       which changes with its longest answer
@@ -152,10 +164,10 @@ def loss_total(mode: Mode, mask: Tensor, mesh: Mesh | None = None, group: Tensor
         total = rows * constant_length
     else:
         raise _no_such(mode)
-    if mesh is not None and mesh.size > 1:
-        from minirl.parallel.data import all_reduce_sum  # torch.distributed is not needed on a laptop
+    if mesh is not None and mesh.dp > 1:
+        from minirl.parallel.collectives import all_reduce  # torch.distributed is not needed on a laptop
 
-        total = all_reduce_sum(total, mesh)
+        total = all_reduce(total, mesh.dp_group)
     return total
 
 
@@ -175,7 +187,8 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
     """What to log about a policy update: scalars, **sums** over the action tokens of this microbatch.
 
     Add them up over microbatches and ranks, then divide by "tokens"; a mean of means would depend on how the
-    batch was cut. A key that begins with "max_" is a maximum, and reduced by the maximum.
+    batch was cut. A key that begins with "max_" is a maximum, and reduced by the maximum; one that begins with
+    "row" counts whole rows, also where a rank has some of their columns.
 
     tokens, rows         how many
     approx_kl            KL(old || now) in nats, by k3: how far the updates on this rollout have gone

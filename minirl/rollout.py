@@ -45,6 +45,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, S) nats
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to
+    row_tokens: Tensor | None = None  # (B,) int64: action tokens of the whole row, where there are only some columns
     texts: list[str] = field(default_factory=list)  # what followed the prompt, tool output included
     turns: list[list[Step]] = field(default_factory=list)  # the environment's replies
 
@@ -108,17 +109,23 @@ class Rollout:
             raise UserError(f"{path} is no saved rollout ({error}): write one with --save-rollouts") from None
         if not {"tokens", "action_mask", "lengths"} <= parts[0].keys():
             raise UserError(f"{path} holds no rollout but {sorted(parts[0])[:3]}: write one with --save-rollouts")
-        T = max(part["tokens"].shape[1] for part in parts)
+        rollout = Rollout.join([Rollout(**part) for part in parts])
+        return rollout.rows(rollout.sample_ids.argsort())
+
+    @staticmethod
+    def join(parts: Sequence[Rollout]) -> Rollout:
+        """The rows of several Rollouts in one, one behind the other, padded to the longest."""
+        T = max(part.tokens.shape[1] for part in parts)
         joined = {}
-        for name in parts[0]:
-            values = [part[name] for part in parts]
+        for name in parts[0].tensors():
+            values = [getattr(part, name) for part in parts]
             if name in ("tokens", "documents"):
                 values = [F.pad(value, (0, T - value.shape[1])) for value in values]
             elif values[0].dim() == 2 and any(value.shape[1] > 1 for value in values):  # not (B, 1): one number a row
                 values = [F.pad(value, (0, T - 1 - value.shape[1])) for value in values]
             joined[name] = torch.cat(values)
-        rollout = Rollout(**joined)
-        return rollout.rows(rollout.sample_ids.argsort())
+        return Rollout(**joined, texts=[text for part in parts for text in part.texts],
+                       turns=[turn for part in parts for turn in part.turns])
 
 
 class Tapes:

@@ -252,13 +252,13 @@ def test_microbatches_with_few_tokens_weigh_no_more_than_their_tokens():
 
 @pytest.mark.parametrize("mode, mine", [("token", 3), ("sequence", 2), ("prompt", 1), ("constant", 16)])
 def test_the_denominator_is_summed_over_ranks(monkeypatch, mode, mine):
-    import minirl.parallel.data
+    import minirl.parallel.collectives
 
-    monkeypatch.setattr(minirl.parallel.data, "all_reduce_sum", lambda value, mesh: value + 7)
+    monkeypatch.setattr(minirl.parallel.collectives, "all_reduce", lambda value, group: value + group)
     mask, group = torch.tensor([[True, True, True], [False] * 3]), torch.tensor([4, 4])
     total = lambda mesh: int(loss_total(mode, mask, mesh, group=group, constant_length=LENGTH))
     assert total(None) == total(SimpleNamespace(dp=1)) == mine
-    assert total(SimpleNamespace(dp=2)) == mine + 7
+    assert total(SimpleNamespace(dp=2, dp_group=7)) == mine + 7
 
 
 def test_a_single_process_does_not_load_the_parallel_code():

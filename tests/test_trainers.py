@@ -253,7 +253,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_on_each(tmp_path
     for trainer, flag in ((train_grpo, "--prompts-per-step"), (train_sft, "--batch-size")):
         for code, text in run_ranks(refusal_of, 2, trainer.__name__, [flag, "5", *run_dir]):
             assert code == 2 and text.count("\n") == 1
-            assert re.match(f"error: 5 .* of {flag} do not divide over 2 ranks: use a multiple of 2", text)
+            assert re.match(f"error: 5 .* of {flag} do not divide over 2 replicas: use a multiple of 2", text)
     assert not (tmp_path / "run").exists()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from minirl.parallel.context import gather_rollouts
 from minirl.parallel.mesh import Mesh
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -139,6 +139,14 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def broadcast_object(value: Any, group: Group) -> Any:
+    """What the first rank has: something small that can be pickled. The others' value is not looked at."""
+    values = [value]
+    if group.size > 1:
+        dist.broadcast_object_list(values, group.ranks[0], group=group.handle)
+    return values[0]
+
+
 def _slice_size(x: Tensor, group: Group, dim: int) -> int:
     if x.shape[dim] % group.size:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide over {group.size} ranks of {group.name}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from minirl.logprobs import Output, token_logprobs
 from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, gather_objects
+from minirl.parallel.context import cut_columns
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.pipeline import run_schedule, sum_tied_gradients
 from minirl.rollout import Rollout
@@ -43,6 +44,8 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
 
     loss_fn : (out, microbatch) -> (loss, stats). `loss` is already divided by the denominator of the whole update.
               `stats` are sums over the microbatch, except names that begin with "max_", which are maxima.
+              Under context parallelism a microbatch has this rank's columns; sums over whole rows, which all ranks
+              of a cp group then have alike, have names that begin with "row".
     entropy : whether out.entropy is wanted (it is None otherwise)
     returns : the stats of all microbatches and replicas, "loss" among them
     """
@@ -62,8 +65,8 @@ def one_by_one(model: Transformer, microbatches: Iterable[Rollout], loss_fn: Los
                entropy: bool) -> Iterator[dict[str, Tensor]]:
     """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for microbatch in microbatches:
-        out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy)
-        loss, stats = loss_fn(out if entropy else Output(out, None), microbatch)
+        out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy, mesh.cp_group)
+        loss, stats = loss_fn(out if entropy else Output(out, None), cut_columns(microbatch, mesh))
         loss.backward()
         yield {**stats, "loss": loss.detach()}
 
@@ -85,6 +88,8 @@ def sum_gradients(model: Transformer, mesh: Mesh) -> None:
 
 def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
     """Sums (or maxima) over replicas -> Python floats. A replica without rows has no names of its own to report."""
+    if mesh.cp_rank:  # the first rank of each cp group has counted the rows
+        totals = {name: torch.zeros_like(value) if name.startswith("row") else value for name, value in totals.items()}
     names = sorted(set().union(*gather_objects(list(totals), mesh.data_group)))
     if not names:
         return {}

@@ -84,6 +84,7 @@ class Mesh:
     cp_group: Group = Group("cp")
     tp_group: Group = Group("tp")
     data_group: Group = Group("dp_cp")  # dp x cp: everyone who holds the same weights for other tokens
+    replica_group: Group = Group("pp_tp")  # pp x tp: everyone who works on the same tokens with other weights
     world_group: Group = Group("world")
     device: torch.device = CPU
     ledger: Ledger = field(default_factory=Ledger, compare=False)
@@ -95,7 +96,12 @@ class Mesh:
     @property
     def is_main(self) -> bool:
         """True on the one rank that prints and writes files."""
-        return self.dp_rank == self.pp_rank == self.cp_rank == self.tp_rank == 0
+        return self.dp_rank == 0 and self.leads_replica
+
+    @property
+    def leads_replica(self) -> bool:
+        """True on one rank of each replica."""
+        return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
     def share(self, count: int, what: str = "items") -> range:
         """The slice of 0 .. count-1 that falls to this replica: contiguous, equal, complete."""
@@ -148,11 +154,11 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
     ledger = Ledger()
     groups = {name: _group(name, sizes, along, rank, ledger) for name, along in
-              [*((axis, (axis,)) for axis in AXES), ("dp_cp", ("dp", "cp")), ("world", AXES)]}
+              [*((axis, (axis,)) for axis in AXES), ("dp_cp", ("dp", "cp")), ("pp_tp", ("pp", "tp")), ("world", AXES)]}
     at = coordinates(rank, sizes)
     return Mesh(**sizes, **{f"{axis}_rank": at[axis] for axis in AXES},
                 **{f"{axis}_group": groups[axis] for axis in AXES}, data_group=groups["dp_cp"],
-                world_group=groups["world"], device=place, ledger=ledger)
+                replica_group=groups["pp_tp"], world_group=groups["world"], device=place, ledger=ledger)
 
 
 def _group(name: str, sizes: dict[str, int], along: tuple[str, ...], rank: int, ledger: Ledger) -> Group:

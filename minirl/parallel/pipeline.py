@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl.config import UserError
-from minirl.logprobs import Output, head_logprobs
+from minirl.logprobs import Output, head_logprobs, shift
 from minirl.model import Frame, KVCache, ModelConfig, Transformer
 from minirl.parallel.collectives import broadcast, gather_objects, start_exchange
+from minirl.parallel.context import cut_columns
 from minirl.parallel.mesh import Group, Mesh
 from minirl.parallel.schedule import Kind, Op, schedule, turns
 from minirl.rollout import Rollout
@@ -198,13 +199,12 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
 
     def run_forward(op: Op, x: Tensor | None) -> Tensor:
         microbatch, number = microbatches[op.microbatch], pipeline.mine[op.chunk]
-        tokens, documents = microbatch.tokens[:, :-1], microbatch.documents
-        documents = None if documents is None else documents[:, :-1]
+        inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
         x = None if x is None else x.requires_grad_()
-        out = pipeline.run(model, number, x, tokens, model.frames(tokens, None, documents, None))
+        out = pipeline.run(model, number, x, inputs, model.frames(inputs, positions, documents, None))
         if number == len(pipeline.slices) - 1:
-            scores = head_logprobs(model, out, microbatch.tokens[:, 1:], temperature, entropy)
-            out, sums = loss_fn(scores if entropy else Output(scores, None), microbatch)
+            scores = head_logprobs(model, out, targets, temperature, entropy)
+            out, sums = loss_fn(scores if entropy else Output(scores, None), cut_columns(microbatch, mesh))
             stats.append({**sums, "loss": out.detach()})
         live[op.microbatch, op.chunk] = x, out
         return out.detach()
@@ -226,7 +226,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
             result = (run_forward if op.forward else run_backward)(op, x)
             pipeline.peak = max(pipeline.peak, len(live))
         sends = [] if to is None else [(result.contiguous(), to)]
-        receives = [(pipeline.room(model, microbatches[later.microbatch].tokens[:, :-1]), source)
+        receives = [(pipeline.room(model, shift(microbatches[later.microbatch].tokens, None, mesh.cp_group)[0]), source)
                     for later, source in arrivals]
         sent, received = start_exchange(sends, receives, group)
         for (later, _), work, (x, _) in zip(arrivals, received, receives, strict=True):

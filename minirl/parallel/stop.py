@@ -7,7 +7,7 @@ from types import FrameType
 
 import torch
 
-from minirl.parallel.data import all_reduce_max
+from minirl.parallel.collectives import MAX, all_reduce
 from minirl.parallel.mesh import Mesh
 
 GRACE = 3.0
@@ -39,7 +39,7 @@ class StopSignal:
 
     def requested(self, mesh: Mesh) -> bool:
         """Has any rank been asked to stop? Every rank must call this, at the same step."""
-        return bool(all_reduce_max(torch.tensor(float(self.received), device=mesh.device), mesh))
+        return bool(all_reduce(torch.tensor(float(self.received), device=mesh.device), mesh.world_group, MAX))
 
     def close(self) -> None:
         """Give the signals back to whoever had them before."""
