@@ -36,8 +36,11 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
     hidden = model(tokens[:, :-1], documents=None if documents is None else documents[:, :-1])  # (B, S, D)
+    shard = {}
+    if (vocab := model.vocab) is not None:  # some of the words are here, and so is a part of the gradient of hidden
+        hidden, shard = vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}
     result = linear_logprob(hidden, model.head_weight, tokens[:, 1:], temperature, entropy,
-                            softcap=model.config.final_logit_softcapping)
+                            softcap=model.config.final_logit_softcapping, **shard)
     return Output(*result) if entropy else result
 
 
