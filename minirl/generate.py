@@ -144,8 +144,9 @@ def sample_sharded(logits: Tensor, u: Tensor, temperature: float, vocab: Vocabul
         return words.gather(0, peaks.argmax(0)[None])[0].long(), logits.new_zeros(len(logits), dtype=torch.float32)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits / temperature
-    peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)  # a shard of -inf has mass 0, not NaN
-    blocks, totals = _blocks((logits - peak).exp())  # the shard's own scale: each exp is at most 1
+    peak = logits.amax(-1, keepdim=True)
+    # On the shard's own scale: its largest is 1. (-inf - -inf is NaN: a shard of -inf, which is never chosen.)
+    blocks, totals = _blocks((logits - peak).exp().nan_to_num_(1.0))
     peaks, masses = vocab.each(torch.cat((peak, totals.sum(-1, keepdim=True)), 1)).unbind(-1)  # (N, B) float64
     top = peaks.amax(0)
     masses = masses * (peaks - top).exp()  # the scale of all

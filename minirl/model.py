@@ -415,7 +415,8 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.
 
-        Of the words that are here, if the vocabulary is spread over ranks (`self.vocab`). A bfloat16 logit near 20 is rounded by up to 0.06, and the first ratio of an update would be off by as much.
+        A bfloat16 logit near 20 is rounded by up to 0.06, and the first ratio of an update would be off by as much.
+        If the vocabulary is spread over ranks (`self.vocab`), these are the logits of the words that are here.
         """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logits = F.linear(hidden.to(dtype), self.head_weight.to(dtype))

@@ -1,7 +1,7 @@
 """Sequence parallelism (arXiv:2205.05198 section 4.2.2): between the matrices, each rank has its share of the tokens.
 
-Tensor parallelism leaves whatever lies between the matrices, the residual stream and its norms, whole on every rank: the
-same additions N times, and the same activations kept N times for backward. All of that looks at one token at a time. So
+Tensor parallelism leaves what lies between the matrices, the residual stream and its norms, whole on every rank: the
+same additions N times, the same activations kept N times for backward. All of that looks at one token at a time. So
 each rank takes some of the tokens: the all-reduce behind a row-parallel layer becomes a reduce-scatter, and an
 all-gather stands before the next column-parallel layer.
 

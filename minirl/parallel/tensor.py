@@ -18,8 +18,8 @@ The embedding is cut by words. A rank looks up those that it has, the others are
 output matrix is cut by words as well; `linear_logprob` and `sample` exchange a few numbers a token, and no rank ever
 has all the logits.
 
-What travels on one rank, forward and backward of L blocks; a "layer" is B T D numbers, with B T rounded up to a multiple
-of N under `sequence`:
+What travels on one rank, forward and backward of L blocks; a "layer" is B T D numbers, where `sequence` rounds B T up
+to a multiple of N:
 
                       all-reduce                         all-gather      reduce-scatter
     without           2 L + 1 layers, and 2 L + 1        .               .
@@ -93,16 +93,16 @@ def check(model: Transformer, size: int) -> None:
         raise UserError(f"tp {size}: a norm of kind {config.norm!r} across heads is not supported: supported is 'rms'")
     for name, module in model.named_modules():
         if next(module.named_buffers(recurse=False), None):
-            raise UserError(f"tp {size}: {name} ({type(module).__name__}) holds quantised or merged weights, which are not "
-                            "cut: open the base without quantising, or unmerge the adapter")
+            raise UserError(f"tp {size}: {name} ({type(module).__name__}) holds quantised or merged weights, which are "
+                            "not cut: open the base without quantising, or unmerge the adapter")
         if getattr(module, "dropout", 0):
-            raise UserError(f"tp {size}: {name} has dropout {module.dropout}, and each rank would drop something else than "
-                            "one process: use 0")
+            raise UserError(f"tp {size}: {name} has dropout {module.dropout}, and the ranks would drop something else "
+                            "than one process: use 0")
 
 
 def cut_layer(layer: nn.Module, dims: dict[str, int | None], sizes: tuple[int, ...], group: Group,
               copies: int = 1) -> None:
-    """Leave this rank's part of the parameters of a layer, and of all that is wrapped in it: adapters, trained copies."""
+    """Leave this rank's part of a layer's parameters, and of all that is wrapped in it: adapters, trained copies."""
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if dims[name] is None:
@@ -116,7 +116,7 @@ def cut_layer(layer: nn.Module, dims: dict[str, int | None], sizes: tuple[int, .
 
 
 class RowLinear(nn.Linear):
-    """A row-parallel layer with a bias, which the first rank alone adds: in a sum over N ranks it would count N times."""
+    """A row-parallel layer with a bias, which the first rank alone adds: in the sum over N ranks it counts once."""
 
     adds_bias: bool
 
@@ -183,7 +183,7 @@ def connect(block: Block, group: Group, sequence: bool) -> None:
         attention.register_forward_pre_hook(
             lambda _, args: (in_rows(gather_tokens(args[0], group), args[1].positions.shape), *args[1:]))
         mlp.register_forward_pre_hook(lambda _, args: (gather_tokens(args[0], group),))
-        for name, layer in block.named_children():
+        for layer in block.children():
             if layer not in (attention, mlp):
                 cut_layer(layer, UNCUT, (), group)  # the norms: whole, but each rank's gradient is of its own tokens
     else:
