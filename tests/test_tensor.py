@@ -36,7 +36,7 @@ QWEN3 = replace(LLAMA, vocab_size=13, head_dim=6, qk_norm=True, tie_word_embeddi
 MODELS = {
     "llama": LLAMA,  # 258 words over 4 ranks, 30 components over 4, 2 key heads over 4
     "qwen3": QWEN3,
-    "qwen2": replace(LLAMA, vocab_size=13, qkv_bias=True, num_key_value_heads=4),
+    "qwen2": replace(LLAMA, vocab_size=13, qkv_bias=True, num_key_value_heads=4, rms_norm_eps=0.0),
     "biases": replace(QWEN3, qk_norm=False, qkv_bias=True, output_bias=True, mlp_bias=True),
     "gpt2": replace(LLAMA, num_key_value_heads=4, qkv_bias=True, output_bias=True, mlp_bias=True, gated_mlp=False,
                     norm="layer", learned_positions=True, hidden_act="gelu"),
@@ -143,8 +143,11 @@ def ledgers(mesh: Mesh) -> None:
     for name in ("llama", "olmo2"):
         for sequence in (False, True):
             model = shard(build(MODELS[name]), mesh, sequence)
+            shapes = []
+            model.layers[1].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))  # noqa: B023
             mesh.ledger.clear()
             loss_of(model).backward()
+            assert shapes == [(1, 17, 16) if sequence else (3, 11, 16)]
             calls, sizes = traffic(MODELS[name], 3, 11, mesh.tp, sequence)
             assert mesh.ledger.calls == calls, (name, sequence, mesh.ledger.calls, calls)
             assert mesh.ledger.bytes == sizes, (name, sequence)

@@ -51,7 +51,6 @@ from minirl.parallel.sequence import gather_tokens, in_rows, own_tokens, scatter
 COLUMN = {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
 ROW = {"weight": 1, "bias": None, "lora_A": 1, "lora_B": None}
 UNCUT = {"weight": None, "bias": None}
-WORDS = COLUMN
 
 
 def shard(model: Transformer, mesh: Mesh, sequence: bool = False) -> Transformer:
@@ -147,22 +146,21 @@ def shard_attention(attention: Attention, config: ModelConfig, group: Group) -> 
         cut_layer(norm, {"weight": 0}, sizes, group, share)
         for module in norm.modules():
             if isinstance(module, RMSNorm):
-                module.__class__, module.group, module.copies = NormAcrossRanks, group, share
+                module.__class__, module.group = NormAcrossRanks, group
 
 
 class NormAcrossRanks(RMSNorm):
     """RMSNorm of a vector that is spread over ranks: one number a token, the sum of squares, is all-reduced.
 
-    Its gradient too, since each rank scales its own components with it. `copies` ranks count each component.
+    Its gradient too, since each rank scales its own components with it.
     """
 
     group: Group
-    copies: int
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.group), self.group)
-        mean = squares / (self.weight.numel() * self.group.size)  # N / copies parts, each counted `copies` times
+        mean = squares / (self.weight.numel() * self.group.size)  # a head with copies counts so often in both
         return self.weight * (wide * (mean + self.eps).rsqrt()).to(x.dtype)
 
 
@@ -241,7 +239,7 @@ def shard_vocabulary(model: Transformer, group: Group, sequence: bool) -> None:
     model.vocab = Vocabulary(even_sizes(model.config.vocab_size, group.size), group)
     for name in ("embed_tokens", "lm_head"):
         if (layer := getattr(model, name, None)) is not None:
-            cut_layer(layer, WORDS, model.vocab.sizes, group)
+            cut_layer(layer, COLUMN, model.vocab.sizes, group)
             for module in layer.modules():
                 if isinstance(module, Embedding):
                     module.__class__, module.start = VocabEmbedding, model.vocab.start
