@@ -1,0 +1,178 @@
+"""Every layout is the same run: losses, statistics, weights after five updates, samples and checkpoints of one process."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from minirl.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
+from minirl.config import UserError
+from minirl.env import make_env
+from minirl.env.loop import collect
+from minirl.evaluate import evaluate
+from minirl.logprobs import Output, rollout_logprobs
+from minirl.losses import aggregate, clipped_surrogate, loss_total, policy_stats
+from minirl.model import ModelConfig, Transformer
+from minirl.optim import adamw, clip_gradients
+from minirl.parallel import Mesh, forward_backward, init_mesh
+from minirl.parallel.layout import parallelize
+from minirl.parallel.zero import gathered
+from minirl.rollout import Rollout
+from minirl.tokenizer import ByteTokenizer
+
+LLAMA = ModelConfig(258, 32, 48, 4, 4, 2, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=100.0)
+QWEN3 = ModelConfig(258, 24, 40, 4, 4, 2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False,
+                    qk_norm=True, rope_theta=100.0)
+TWO = [dict(dp=2), dict(tp=2), dict(tp=2, sequence=True), dict(pp=2), dict(pp=2, schedule="gpipe"),
+       dict(pp=2, schedule="interleaved", chunks=2), dict(cp=2), dict(cp=2, context_kind="ulysses"),
+       *(dict(dp=2, zero_stage=stage) for stage in (1, 2, 3))]
+FOUR = [dict(dp=4), dict(tp=4), dict(pp=4), dict(cp=4), *(dict(dp=4, zero_stage=stage) for stage in (1, 2, 3)),
+        dict(dp=2, tp=2), dict(dp=2, pp=2, zero_stage=1), dict(tp=2, pp=2), dict(tp=2, cp=2, sequence=True),
+        dict(dp=2, cp=2, zero_stage=3), dict(pp=2, cp=2), dict(dp=2, tp=2, sequence=True, zero_stage=2)]
+EIGHT = [dict(dp=2, tp=2, pp=2), dict(dp=2, tp=2, pp=2, sequence=True, zero_stage=1)]
+LAYOUTS = {2: TWO, 4: FOUR, 8: EIGHT}
+AXES = ("dp", "pp", "cp", "tp")
+
+
+def some_rows(rows: int = 8) -> Rollout:
+    """Rows of different lengths with half their tokens chosen, as sampled by a policy a little different from this one."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(4, 14, (rows,), generator=generator)
+    T = int(lengths.max())
+    tokens = torch.randint(256, (rows, T), generator=generator)
+    column = torch.arange(1, T)
+    mask = (torch.rand(rows, T - 1, generator=generator) < 0.6) & (column < lengths[:, None])
+    old = torch.empty(rows, T - 1, dtype=torch.float64).uniform_(-6.5, -4.5, generator=generator)
+    advantages = torch.randn(rows, 1, dtype=torch.float64, generator=generator)
+    ids = torch.arange(rows)
+    return Rollout(tokens=tokens, action_mask=mask, lengths=lengths, group=ids // 2, sample_ids=ids, old_logprobs=old,
+                   advantages=advantages)
+
+
+def model_of(source: ModelConfig | str) -> Transformer:
+    if isinstance(source, str):
+        return load_model(source, torch.float64)
+    return Transformer(source).init_weights(torch.Generator().manual_seed(1)).double()
+
+
+def train(model: Transformer, mesh: Mesh, steps: int, optimizer=None) -> tuple[list, object]:
+    """Some GRPO updates on fixed rows; each step's stats."""
+    optimizer = optimizer or adamw(model, 1e-2, weight_decay=0.1)
+    rows, history = some_rows(), []
+    share = mesh.share(len(rows))
+    mine = rows.rows(torch.arange(share.start, share.stop))
+    for step in range(steps):
+        mode = ("token", "sequence", "constant")[step % 3]
+        total = loss_total(mode, mine.action_mask, mesh, mine.group, 9)
+
+        def loss_fn(out: Output, mb: Rollout, mode=mode, total=total):
+            per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.3)
+            loss = aggregate(per_token, mb.action_mask, mode, total, None, mb.row_tokens)
+            return loss, policy_stats(out.logprobs, mb.old_logprobs, None, out.entropy, mb.advantages, mb.action_mask,
+                                      0.2, 0.3)
+
+        stats = forward_backward(model, mine.microbatches(2), loss_fn, mesh, 0.7, entropy=True)
+        stats["grad_norm"] = float(clip_gradients(model.parameters(), 0.5, mesh))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(stats)
+    return history, optimizer
+
+
+def every_layout(layouts: list[dict], sources: list, folder: str) -> list:
+    """On each rank: what every layout and model came to, and its checkpoint in a folder of its own."""
+    found = []
+    for number, layout in enumerate(layouts):
+        mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
+        options = {name: value for name, value in layout.items() if name not in AXES}
+        for which, source in enumerate(sources):
+            if which and layout.get("pp", 1) * layout.get("chunks", 1) > 4:
+                continue
+            model = parallelize(model_of(source), mesh, **options)
+            history, optimizer = train(model, mesh, 5)
+            out = Path(folder) / f"{number}_{which}"
+            save_checkpoint(out, 5, model, None, optimizer.state_tensors(), {}, mesh=mesh)
+            with torch.no_grad(), gathered(model):
+                logprobs = rollout_logprobs(model, some_rows(), 3, 0.7, mesh)
+                env = make_env("addition", difficulty=1)
+                rollout = collect(model, ByteTokenizer(), env, env.sample(4), 2, 0, mesh, max_new_tokens=6, seed=3) \
+                    if isinstance(source, ModelConfig) else None
+                metrics = evaluate(model, ByteTokenizer(), env, 7, mesh) if isinstance(source, ModelConfig) else {}
+            found.append((number, which, history, logprobs, rollout and rollout.tokens, rollout and rollout.old_logprobs,
+                          rollout and rollout.rewards, metrics))
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources() -> list:
+    stories = Path(__file__).resolve().parents[2] / "shared/models/stories260k"
+    return [LLAMA, QWEN3] + ([str(stories)] if stories.is_dir() else [])
+
+
+@pytest.fixture(scope="module")
+def alone(sources, tmp_path_factory) -> list:
+    return every_layout([{}], sources, str(tmp_path_factory.mktemp("alone"))), tmp_path_factory.getbasetemp() / "alone0"
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_layout_is_the_run_of_one_process(world, sources, alone, tmp_path):
+    wanted, reference = alone
+    layouts, models = LAYOUTS[world], sources if world == 2 else sources[: 2 if world == 4 else 1]
+    for found in run_ranks(every_layout, world, layouts, models, str(tmp_path), timeout=280):
+        for number, which, history, logprobs, tokens, old, rewards, metrics in found:
+            name = f"{layouts[number]}, model {which}"
+            _, _, history1, logprobs1, tokens1, old1, rewards1, metrics1 = wanted[which]
+            for step, (stats, stats1) in enumerate(zip(history, history1, strict=True)):
+                assert stats == pytest.approx(stats1, rel=1e-9, abs=1e-11), (name, step)
+            mask = some_rows().action_mask
+            torch.testing.assert_close(logprobs[mask], logprobs1[mask], rtol=1e-9, atol=1e-10, msg=name)
+            if tokens1 is not None:
+                assert torch.equal(tokens, tokens1), name
+                assert torch.equal(rewards, rewards1), name
+                torch.testing.assert_close(old, old1, rtol=1e-9, atol=1e-10, msg=name)
+                assert metrics == pytest.approx(metrics1), name
+    for number, layout in enumerate(layouts):
+        for which in range(len(models)):
+            folder = tmp_path / f"{number}_{which}/step_5"
+            ours, theirs = (load_file(path / "model.safetensors") for path in (folder, reference / f"0_{which}/step_5"))
+            state, state1 = (load_checkpoint(path)[0] for path in (folder, reference / f"0_{which}/step_5"))
+            for a, b in ((ours, theirs), (state, state1)):
+                assert a.keys() == b.keys(), layout
+                for key in b:
+                    torch.testing.assert_close(a[key], b[key], rtol=1e-8, atol=1e-11, msg=f"{layout}, {which}: {key}")
+
+
+def go_on(folder: str, layout: dict) -> list:
+    """Three more updates from a checkpoint, in another layout."""
+    mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
+    options = {name: value for name, value in layout.items() if name not in AXES}
+    model = parallelize(load_model(folder, torch.float64), mesh, **options)
+    optimizer = adamw(model, 1e-2, weight_decay=0.1)
+    optimizer.load_state_tensors(load_checkpoint(folder, model, mesh)[0])
+    return train(model, mesh, 3, optimizer)[0]
+
+
+def write(folder: str, layout: dict) -> None:
+    mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
+    options = {name: value for name, value in layout.items() if name not in AXES}
+    model = parallelize(model_of(LLAMA), mesh, **options)
+    _, optimizer = train(model, mesh, 2)
+    save_checkpoint(folder, 2, model, None, optimizer.state_tensors(), {"step": 2}, mesh=mesh)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    model = model_of(LLAMA)
+    _, optimizer = train(model, Mesh(), 2)
+    wanted, _ = train(model, Mesh(), 3, optimizer)
+    chain = [(4, dict(tp=4)), (2, dict(dp=2, zero_stage=3)), (4, dict(dp=2, pp=2, zero_stage=1)), (1, {}),
+             (4, dict(tp=2, pp=2))]
+    for (world, layout), (world2, layout2) in zip(chain, chain[1:] + chain[:1], strict=True):
+        folder = tmp_path / f"{world}_{layout}"
+        run_ranks(write, world, str(folder), layout)
+        for found in run_ranks(go_on, world2, str(folder / "step_2"), layout2):
+            for stats, stats1 in zip(found, wanted, strict=True):
+                assert stats == pytest.approx(stats1, rel=1e-9, abs=1e-11), (layout, layout2)
