@@ -137,7 +137,7 @@ def read_training(folder: Path, saved: Mapping[str, Any], model: nn.Module | Non
             value = value.narrow(where.dim, sum(where.sizes[:part]), where.sizes[part]).contiguous()
         if not name or name in names:
             state[key] = value
-    state = zero.cut_state(state, zero.layout(model)) if now["data"] > 1 else state
+    state = zero.cut_state(state, zero.layout_of(model)) if now["data"] > 1 else state
     return state | {key: value for key, value in full.items() if key.startswith("rng.")}
 
 
