@@ -12,6 +12,7 @@ from minirl.logprobs import rollout_logprobs
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
 from minirl.parallel.collectives import all_reduce
+from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
@@ -23,12 +24,12 @@ def evaluate(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int,
     returns {"eval/accuracy": share of full rewards, "eval/response_length": sampled tokens, mean}
     """
     problems = min(problems, env.size("eval") or problems)
-    rank, ranks = mesh.dp_rank * mesh.cp + mesh.cp_rank, mesh.dp * mesh.cp
-    start, end = (problems * (rank + i) // ranks for i in range(2))  # uneven shares, nothing twice
+    mine = mesh.portion(problems)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    if end > start:
-        rollout = greedy(policy, tokenizer, env, start, end - start, max_new_tokens, max_rows)
-        sums[0], sums[1], sums[2] = (rollout.rewards >= 1).sum(), rollout.action_mask.sum(), end - start
+    with gathered(policy):
+        if mine:
+            rollout = greedy(policy, tokenizer, env, mine.start, len(mine), max_new_tokens, max_rows)
+            sums[0], sums[1], sums[2] = (rollout.rewards >= 1).sum(), rollout.action_mask.sum(), len(mine)
     solved, tokens, count = all_reduce_sum(sums, mesh).tolist()
     return {"eval/accuracy": solved / count, "eval/response_length": tokens / count}
 
@@ -38,12 +39,13 @@ def evaluate_loss(policy: Transformer, data: Demonstrations | Rows, rows: int, m
                   microbatch_size: int) -> dict[str, float]:
     """{"eval/loss": mean negative log-likelihood of a target token, nats} on the first `rows` held-out rows."""
     rows = min(rows, data.size("eval") or rows)
-    start, end = (rows * (mesh.dp_rank + i) // mesh.dp for i in range(2))
+    mine = mesh.portion(rows)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if end > start:
-        batch = data.held_out(start, end - start).to(mesh.device)
-        logprobs = rollout_logprobs(policy, batch, microbatch_size)
-        sums[0], sums[1] = -logprobs[batch.action_mask].sum(dtype=torch.float64), batch.action_mask.sum()
+    with gathered(policy):
+        if mine:
+            batch = data.held_out(mine.start, len(mine)).to(mesh.device)
+            logprobs = rollout_logprobs(policy, batch, microbatch_size)
+            sums[0], sums[1] = -logprobs[batch.action_mask].sum(dtype=torch.float64), batch.action_mask.sum()
     loss, tokens = all_reduce_sum(sums, mesh).tolist()
     return {"eval/loss": loss / tokens}
 

@@ -96,18 +96,18 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     """
+    from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
+    from minirl.parallel.zero import gathered
+
     cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
     logprobs = None
-    for index in rollout.split(microbatch_size):
-        part = rollout.rows(index)
-        piece = _logprobs_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
-        if cp_group is not None:
-            from minirl.parallel.context import join
-
-            piece = join(piece, cp_group, part.action_mask.shape[1])
-        if logprobs is None:
-            logprobs = piece.new_zeros(rollout.action_mask.shape)
-        logprobs[index, : piece.shape[1]] = piece
+    with gathered(model):
+        for index in rollout.split(microbatch_size):
+            part = rollout.rows(index)
+            piece = _logprobs_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
+            piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
+            logprobs = piece.new_zeros(rollout.action_mask.shape) if logprobs is None else logprobs
+            logprobs[index, : piece.shape[1]] = piece
     return logprobs if model.pipeline is None else model.pipeline.from_last(logprobs)
 
 

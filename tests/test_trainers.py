@@ -81,7 +81,7 @@ def numbers(run: Path) -> list[dict]:
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of a checkpoint."""
+    """Weights and optimizer state of a checkpoint, whole."""
     return load_file(run / f"step_{step}/model.safetensors") | load_checkpoint(run / f"step_{step}")[0]
 
 
@@ -408,6 +408,40 @@ def test_a_replayed_rollout_gives_the_update_of_the_run_that_sampled_it(layouts,
             assert torch.equal(ours, tensor), name
         torch.testing.assert_close(ours, tensor, rtol=1e-9, atol=1e-9)
     assert numbers(tmp_path / "run")[1]["loss"] == pytest.approx(numbers(source)[1]["loss"], rel=1e-9)
+
+
+SPREAD = [(2, dict(tp=2)), (4, dict(tp=2, cp=2, sp=True)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=3)),
+          (4, dict(tp=2, pp=2)), (4, dict(dp=2, cp=2, cp_kind="ulysses", zero=1))]
+
+
+@dist
+@pytest.mark.parametrize(("ranks", "layout"), SPREAD, ids=str)
+def test_every_layout_trains_as_one_process_and_goes_on_as_one(layouts, ranks, layout, tmp_path, sft_run):
+    alone = layouts["token", 1]
+    options = LAYOUT | layout | dict(run_dir=str(tmp_path / "run"), init=str(sft_run / "step_60"))
+    run_ranks(train, ranks, "train_grpo", options)
+    for ours, theirs in zip(numbers(tmp_path / "run"), numbers(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11)
+    for step in (1, 2):
+        assert sampled(tmp_path / "run", step) == sampled(alone, step)
+    for name, tensor in weights(alone, 2).items():
+        torch.testing.assert_close(weights(tmp_path / "run", 2)[name], tensor, rtol=1e-7, atol=1e-9)
+
+    shutil.rmtree(tmp_path / "run/step_2")  # go on from step 1 as one process
+    with contextlib.redirect_stdout(io.StringIO()):
+        train("train_grpo", LAYOUT | dict(run_dir=str(tmp_path / "run"), init=str(sft_run / "step_60"), resume=True))
+    assert numbers(tmp_path / "run")[2] == pytest.approx(numbers(alone)[2], rel=1e-8, abs=1e-11)
+
+
+@dist
+@pytest.mark.parametrize(("ranks", "layout"), [(2, dict(tp=2, sp=True)), (2, dict(pp=2, pipeline="gpipe")),
+                                               (4, dict(pp=2, zero=2))], ids=str)
+def test_sft_in_every_layout_has_the_numbers_of_one_process(ranks, layout, tmp_path):
+    options = SFT | dict(dtype="float64", steps=4, batch_size=16, microbatch_size=4, eval_every=2, eval_rows=20)
+    for folder, number, extra in (("one", 1, {}), ("many", ranks, layout)):
+        run_ranks(train, number, "train_sft", options | extra | dict(run_dir=str(tmp_path / folder)))
+    for ours, theirs in zip(numbers(tmp_path / "many"), numbers(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11)
 
 
 # ---- kills and signals ----

@@ -24,6 +24,7 @@ from minirl.model import Transformer
 from minirl.parallel.collectives import broadcast_object
 from minirl.parallel.context import gather_rollouts
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
 
@@ -90,9 +91,10 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     if mesh.cp > 1:
         start, end = (len(examples) * (mesh.cp_rank + i) // mesh.cp for i in range(2))
         rollout = None
-        if end > start:
-            rollout = collect(policy, tokenizer, env, examples[start:end], group_size, first_prompt + start,
-                              replace(mesh, cp=1), **sampling)
+        with gathered(policy):
+            if end > start:
+                rollout = collect(policy, tokenizer, env, examples[start:end], group_size, first_prompt + start,
+                                  replace(mesh, cp=1), **sampling)
         return gather_rollouts(rollout, mesh.cp_group).to(mesh.device)
     prompts = [prompt_tokens(tokenizer, example.prompt) for example in examples]
     episodes = [env.reset(example) for example in examples for _ in range(group_size)]
@@ -104,8 +106,9 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
         turns[row].append(step)
         return [] if step.done else tokenizer.encode(step.observation, continued=True)
 
-    rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
-                       stop=env.stop, respond=respond, **sampling)
+    with gathered(policy):
+        rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
+                           stop=env.stop, respond=respond, **sampling)
     starts = [len(prompt) for prompt in prompts for _ in range(group_size)]
     texts = [tokenizer.decode(row[start:length], continued=True) for row, start, length
              in zip(rollout.tokens.tolist(), starts, rollout.lengths.tolist(), strict=True)]

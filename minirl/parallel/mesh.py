@@ -110,6 +110,11 @@ class Mesh:
         size = count // self.dp
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
+    def portion(self, count: int) -> range:
+        """The slice of 0 .. count-1 that this rank looks at when each of dp x cp takes some: uneven, perhaps empty."""
+        rank, ranks = self.dp_rank * self.cp + self.cp_rank, self.dp * self.cp
+        return range(count * rank // ranks, count * (rank + 1) // ranks)
+
 
 def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     """The place of a rank on each axis of a grid whose last axis runs fastest.
