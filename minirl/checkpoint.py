@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minirl.architectures import ARCHITECTURES, Stored, from_hf, tensor_layout, to_hf
 from minirl.config import UserError, read_json, write_text
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import Mesh, barrier
-from minirl.parallel.zero import gathered
 from minirl.parallel.layout import ALONE, Whole, describe, read_training, training_file
+from minirl.parallel.zero import gathered
 from minirl.tokenizer import Tokenizer
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have

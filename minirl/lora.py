@@ -38,6 +38,8 @@ from minirl.checkpoint import _list, _open, _save_tensors, load_model, save_mode
 from minirl.config import UserError, read_json, write_text
 from minirl.model import Transformer
 from minirl.nf4 import HEADS, NF4Linear, quantize_base
+from minirl.parallel import Mesh
+from minirl.parallel.layout import Whole
 from minirl.tokenizer import Tokenizer
 
 

@@ -1,7 +1,5 @@
-"""Every layout is the same run: losses, statistics, weights after five updates, samples and checkpoints of one process."""
+"""Every layout is the same run: losses, weights after five updates, samples and checkpoints of one process."""
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from minirl.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
-from minirl.config import UserError
+from minirl.checkpoint import load_checkpoint, load_model, save_checkpoint
 from minirl.env import make_env
 from minirl.env.loop import collect
 from minirl.evaluate import evaluate
@@ -39,7 +36,7 @@ AXES = ("dp", "pp", "cp", "tp")
 
 
 def some_rows(rows: int = 8) -> Rollout:
-    """Rows of different lengths with half their tokens chosen, as sampled by a policy a little different from this one."""
+    """Rows of different lengths, half their tokens chosen, as if sampled by a policy a little different from this."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(4, 14, (rows,), generator=generator)
     T = int(lengths.max())
@@ -102,8 +99,8 @@ def every_layout(layouts: list[dict], sources: list, folder: str) -> list:
                 rollout = collect(model, ByteTokenizer(), env, env.sample(4), 2, 0, mesh, max_new_tokens=6, seed=3) \
                     if isinstance(source, ModelConfig) else None
                 metrics = evaluate(model, ByteTokenizer(), env, 7, mesh) if isinstance(source, ModelConfig) else {}
-            found.append((number, which, history, logprobs, rollout and rollout.tokens, rollout and rollout.old_logprobs,
-                          rollout and rollout.rewards, metrics))
+            sampled = (rollout.tokens, rollout.old_logprobs, rollout.rewards) if rollout else (None, None, None)
+            found.append((number, which, history, logprobs, *sampled, metrics))
     return found
 
 

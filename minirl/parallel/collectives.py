@@ -1,21 +1,20 @@
-"""The collectives that everything in this folder is made of. None changes its input; all count themselves in the ledger.
-Three exceptions, `begin_...`, write into a buffer that is given for it, and return before it is full.
+"""The collectives that everything in this folder is made of. None changes its input; all are counted in the ledger.
 
-First the plain ones, tensors in and out. Then those that autograd goes through: each has a **dual**, the collective that
-carries the gradient back. Forward and backward of a parallel layer are always one of these rows:
+First the plain ones, tensors in and out. Then those that autograd goes through: each has a **dual**, the collective
+that carries the gradient back. Forward and backward of a parallel layer are always one of these rows (N ranks):
 
-    name             forward                     backward                    local shape                    used for
-    copy_to          identity                    all-reduce                  (n) -> (n)                     into a column-parallel layer
-    reduce_from      all-reduce                  identity                    (n) -> (n)                     out of a row-parallel layer
-    split_to         own slice                   all-gather                  (n) -> (n / N)                 replicated -> sharded
-    gather_from      all-gather                  own slice                   (n / N) -> (n)                 sharded -> replicated
-    gather_sum       all-gather                  reduce-scatter              (n / N) -> (n)                 sequence parallel, into a layer
-    scatter_sum      reduce-scatter              all-gather                  (n) -> (n / N)                 sequence parallel, out of it
-    exchange         all-to-all                  all-to-all back             (N a, b) -> (a, N b)           Ulysses: columns for heads
+    name          forward            backward           local shape           used for
+    copy_to       identity           all-reduce         (n) -> (n)            into a column-parallel layer
+    reduce_from   all-reduce         identity           (n) -> (n)            out of a row-parallel layer
+    split_to      own slice          all-gather         (n) -> (n / N)        replicated -> sharded
+    gather_from   all-gather         own slice          (n / N) -> (n)        sharded -> replicated
+    gather_sum    all-gather         reduce-scatter     (n / N) -> (n)        sequence parallel, into a layer
+    scatter_sum   reduce-scatter     all-gather         (n) -> (n / N)        sequence parallel, out of it
+    exchange      all-to-all         all-to-all back    (N a, b) -> (a, N b)  Ulysses: columns for heads
 
-N ranks. `copy_to` and `gather_from` differ from `gather_sum` in what happens behind them: there each rank does the same
-with the whole tensor, so its gradient is whole already; behind `gather_sum` each does another part of the work, and
-the gradients are parts that must be added up.
+`gather_from` differs from `gather_sum` in what happens behind it: there each rank does the same with the whole tensor,
+so its gradient is whole already; behind `gather_sum` each does another part of the work, and the gradients are parts
+that must be added up.
 
 A group of one rank costs nothing: every function returns its input.
 """

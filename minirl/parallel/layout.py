@@ -4,8 +4,8 @@
     save_checkpoint(..., mesh=mesh)      the same Hugging Face folder from every layout
     --resume --tp 4                      a run goes on in another layout than it was saved in
 
-Weights are written whole, by the first rank, one shard in memory at a time. The optimizer's tensors stay where they are:
-each rank writes what it has, and the layout is noted beside them. A run that goes on in the same layout reads its
+Weights are written whole, by the first rank, one shard in memory at a time. The optimizer's tensors stay where they
+are: each rank writes what it has, and the layout is noted beside them. A run that goes on in the same layout reads its
 own file; in another one the parts are put together (over ZeRO's slices, then over tp, then over pp) and cut anew.
 """
 
@@ -23,7 +23,7 @@ from minirl.config import UserError
 from minirl.model import Transformer
 from minirl.parallel import context, pipeline, tensor, zero
 from minirl.parallel.collectives import broadcast, gather_objects
-from minirl.parallel.mesh import AXES, Mesh
+from minirl.parallel.mesh import Mesh
 from minirl.parallel.placement import Placement, placement, whole
 
 

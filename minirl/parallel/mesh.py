@@ -1,4 +1,4 @@
-"""Who am I among the processes of this job, and with whom do I share what? The only file that reads torchrun's variables.
+"""Who am I among the processes of this job, and with whom do I share what? Only this file reads torchrun's variables.
 
 Ranks are laid out on a grid of four axes, dp x pp x cp x tp, the last running fastest:
 

@@ -1,18 +1,19 @@
 """An all-reduce by hand: where 2 (N - 1) / N comes from. The way in; training uses torch's own.
 
-N ranks stand in a ring, each has n numbers, and each shall have the sums. Cut the numbers into N chunks. Sending
-everything to one rank would make that rank's line the bottleneck, N n bytes long; in the ring every line is busy all the
-time and carries only
+N ranks stand in a ring, each has n numbers, and each shall have the sums. Cut the numbers into N chunks. Sending all to
+one rank would make that rank's line the bottleneck, N n numbers long; in the ring every line is busy all the time and
+carries only
 
-    N - 1 steps of reduce-scatter   in each, pass one chunk on and add the one that comes   -> every rank has one full sum
-    N - 1 steps of all-gather       in each, pass on the full sum that came last            -> every rank has all of them
+    N - 1 steps of reduce-scatter   pass one chunk on, add the one that comes       -> every rank has one full sum
+    N - 1 steps of all-gather       pass on the full sum that came last             -> every rank has all of them
 
-of n / N numbers each: 2 (N - 1) / N x n sent by every rank, however many there are.
+of n / N numbers each: 2 (N - 1) / N x n are sent by every rank, however many there are.
 
-    3 ranks, chunk c of rank r is written rc                    step 1     step 2            step 3      step 4
-    rank 0   00 01 02     sends chunk 0, adds chunk 2           02+22      01+21+11  full    gets 02..   gets 00..
-    rank 1   10 11 12     sends chunk 1, adds chunk 0           10+00      12+02+22  full
-    rank 2   20 21 22     sends chunk 2, adds chunk 1           21+11      20+10+00  full
+    3 ranks, chunk c of rank r is rc       step 1          step 2            step 3         step 4
+    rank 0   00 01 02                      02 + 22         01 + 21 + 11      chunk 0        chunk 2
+    rank 1   10 11 12                      10 + 00         12 + 02 + 22      chunk 1        chunk 0
+    rank 2   20 21 22                      21 + 11         20 + 10 + 00      chunk 2        chunk 1
+                                           its sum of one chunk grows        full sums arrive
 """
 
 import torch
