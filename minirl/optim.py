@@ -2,7 +2,7 @@
 
 One update of a trainer reads
 
-    grad_norm = clip_gradients(policy.parameters(), max_norm)
+    grad_norm = clip_gradients(policy.parameters(), max_norm, mesh)
     guard.step(optimizer, grad_norm, lr=lr_at(step, total_steps, peak), loss=loss)
     optimizer.zero_grad()
 
@@ -15,9 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirl.config import UserError
+from minirl.parallel.collectives import all_reduce
+from minirl.parallel.mesh import Mesh
+from minirl.parallel.placement import is_tied, placement
+from minirl.parallel.zero import Layout
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -27,20 +31,23 @@ class AdamW:
 
     named_parameters : (name, tensor) pairs, as `module.named_parameters()`; frozen ones are left out
     weight_decay     : pulls matrices towards zero; vectors (norms, biases) are never decayed
+    offload          : averages and master copies lie in the host's memory, and the update is computed there
 
     A parameter below float32 keeps a float32 master copy: in bfloat16 a step smaller than 1/256 of the
     weight would be rounded away, and at RL's learning rates nearly all are.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], lr: float,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0):
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
+                 offload: bool = False):
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         if not self.parameters:
             raise UserError("no parameter to train: all are frozen; set requires_grad on those to be trained")
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.updates = 0
-        self.master = {name: p.detach().float() for name, p in self.parameters.items()
-                       if p.dtype in (torch.bfloat16, torch.float16)}
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in self.parameters.items()}
+        self.master = {name: p.detach().to("cpu" if offload else p.device, wide[name], copy=True)
+                       for name, p in self.parameters.items() if offload or p.dtype != wide[name]}
         weights = {name: self.master.get(name, p) for name, p in self.parameters.items()}
         self.exp_avg = {name: torch.zeros_like(w, requires_grad=False) for name, w in weights.items()}
         self.exp_avg_sq = {name: torch.zeros_like(w, requires_grad=False) for name, w in weights.items()}
@@ -59,11 +66,13 @@ class AdamW:
                 continue
             weight = self.master.get(name, parameter)
             m, v = self.exp_avg[name], self.exp_avg_sq[name]
-            grad = parameter.grad.to(weight.dtype)
+            grad = parameter.grad.to(weight.device, weight.dtype)
             m.lerp_(grad, 1 - beta1)                                      # m = beta1 m + (1 - beta1) g
             v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)           # v = beta2 v + (1 - beta2) g^2
-            if self.weight_decay and weight.dim() >= 2:
-                weight.mul_(1 - lr * self.weight_decay)                   # decoupled: never enters m or v
+            if self.weight_decay:
+                # A shard is flat, and knows how many of its first numbers are those of matrices.
+                matrix = weight if weight.dim() >= 2 else weight[: getattr(parameter, "decayed", 0)]
+                matrix.mul_(1 - lr * self.weight_decay)                   # decoupled: never enters m or v
             weight.addcdiv_(m, v.sqrt().mul_(unbias2).add_(self.eps), value=-step_size)
             if weight is not parameter:
                 parameter.copy_(weight)
@@ -76,8 +85,14 @@ class AdamW:
         """All that a resumed run needs, under flat names for safetensors. Not copies: save them at once."""
         state = {"step": torch.tensor(self.updates)}
         for kind in ("exp_avg", "exp_avg_sq", "master"):
-            state |= {f"{kind}.{name}": tensor for name, tensor in getattr(self, kind).items()}
+            for name, tensor in getattr(self, kind).items():
+                if kind != "master" or tensor.dtype != self.parameters[name].dtype:  # else it only says the same
+                    state |= {f"{kind}.{part}": view for part, view in self._views(name, tensor).items()}
         return state
+
+    def _views(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The names under which a tensor is saved."""
+        return {name: tensor}
 
     @torch.no_grad()
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
@@ -93,7 +108,45 @@ class AdamW:
                                 f"needs {tuple(tensor.shape)}; resume with the model of the saved run")
         for name, tensor in own.items():
             tensor.copy_(state[name])
+        for name, tensor in self.master.items():
+            if tensor.dtype == self.parameters[name].dtype:
+                tensor.copy_(self.parameters[name])
         self.updates = int(state["step"])
+
+
+class ShardedAdamW(AdamW):
+    """AdamW on a model that `parallel.zero.shard` has spread out: each rank updates the slices that it owns.
+
+    Options and results are AdamW's. A state has the names that AdamW would give it, but is this rank's alone: of every
+    tensor the numbers that lie here, flat. `zero.merge_states` and `zero.cut_state` lead to any other number of ranks.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, **options):
+        self.zero, self.flats = model.zero, {next(iter(flat.named)): flat for flat in model.zero.buckets}
+        super().__init__(((name, flat.shard) for name, flat in self.flats.items()), lr, **options)
+        pieces = {name: p.piece for flat in self.flats.values() for name, p in flat.named.items()}
+        group = self.zero.mesh.data_group
+        self.layout = Layout(group.rank, group.size, {name: (p.start, p.stop) for name, p in pieces.items()})
+
+    def step(self, lr: float | None = None) -> None:
+        super().step(lr)
+        self.zero.spread()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        shapes = {f"shape.{name}": torch.tensor(p.shape, dtype=torch.int64)
+                  for flat in self.flats.values() for name, p in flat.named.items()}
+        return super().state_tensors() | {"ranks": torch.tensor([self.layout.rank, self.layout.ranks])} | shapes
+
+    def _views(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {part: p.piece.of(tensor) for part, p in self.flats[name].named.items()}
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        own = [self.layout.rank, self.layout.ranks]
+        if "ranks" not in state or state["ranks"].tolist() != own:
+            whose = "the whole model" if "ranks" not in state else "rank {} of {}".format(*state["ranks"].tolist())
+            raise UserError("optimizer state of {}, but this is rank {} of {}: cut it anew with zero.merge_states and "
+                            "zero.cut_state".format(whose, *own))
+        super().load_state_tensors(state)
 
 
 def lr_at(step: int, total_steps: int, peak: float, warmup_steps: int = 0,
@@ -116,32 +169,57 @@ def lr_at(step: int, total_steps: int, peak: float, warmup_steps: int = 0,
     return floor + (peak - floor) * remaining
 
 
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of all gradients as one vector, a scalar tensor, summed in float32 or better.
+def gradient(parameter: Tensor) -> Tensor | None:
+    """What this rank holds of a parameter's gradient: all of it, or under ZeRO the piece that it owns."""
+    return getattr(parameter, "piece", parameter).grad
 
-    It expects gradients that are already summed over the ranks, hence equal on all of them. Summing the
-    squares over ranks once more would make the norm grow with the world size.
+
+def global_norm(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Tensor:
+    """Euclidean norm of all gradients of the model as one vector, a scalar tensor, summed in float32 or better.
+
+    It expects gradients that are already summed over the ranks, hence equal on all replicas. Summing the
+    squares over replicas once more would make the norm grow with the world size.
+
+    mesh : if ranks hold different parameters (tp, pp) or slices (ZeRO): their squares are added up. Every number
+           counts once, on the first of the ranks that hold it, and all ranks end with the same norm.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros(())
+    parameters = list(parameters)
+    grads = [grad for p in parameters if (grad := gradient(p)) is not None and (mesh is None or _is_first(p, mesh))]
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=mesh and mesh.device)
+    if mesh is None:
+        return norm
+    sharded = any(hasattr(p, "piece") for p in parameters)
+    groups = [group for group in (mesh.tp_group, mesh.pp_group, mesh.data_group if sharded else None)
+              if group is not None and group.size > 1]
+    if not groups:
+        return norm
+    square = norm.double().square()
+    for group in groups:
+        square = all_reduce(square, group)
+    return square.sqrt()
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def _is_first(parameter: Tensor, mesh: Mesh) -> bool:
+    """Of those ranks that hold the same part of a parameter, is this the first?"""
+    where = placement(parameter)
+    first_in_tp = mesh.tp_rank == 0 if where.dim is None else mesh.tp_rank % where.copies == 0
+    return first_in_tp and (mesh.pp_rank == 0 or not is_tied(parameter))
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, mesh: Mesh | None = None) -> Tensor:
     """Scales all gradients, in place, so that their global norm is at most `max_norm` (0: never clip).
 
     Returns the norm before clipping. If it is not finite the gradients stay as they are: scaling by
     max_norm / inf would turn a bad step, which can be skipped, into zeros and NaN that look like a step.
     """
     parameters = list(parameters)
-    grad_norm = global_norm(parameters)
+    grad_norm = global_norm(parameters, mesh)
     if max_norm > 0 and torch.isfinite(grad_norm) and grad_norm > max_norm:
         scale = max_norm / grad_norm.item()
         for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+            if (grad := gradient(parameter)) is not None:
+                grad.mul_(scale)
     return grad_norm
 
 

@@ -76,6 +76,30 @@ def test_bfloat16_weights_follow_their_float32_master_through_steps_too_small_fo
     assert optimizer.exp_avg["p"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_offloaded_states_give_the_same_bits_and_the_same_state(dtype):
+    ours, theirs = small_model(dtype), small_model(dtype)
+    optimizer = AdamW(ours.named_parameters(), lr=1e-2, weight_decay=0.1, offload=True)
+    plain = AdamW(theirs.named_parameters(), lr=1e-2, weight_decay=0.1)
+    assert optimizer.master.keys() == dict(ours.named_parameters()).keys()
+    for step in range(6):
+        fill_gradients(ours, step)
+        fill_gradients(theirs, step)
+        optimizer.step()
+        plain.step()
+        if step == 2:  # either goes on from the other's state
+            saved = [{name: t.clone() for name, t in each.state_tensors().items()} for each in (optimizer, plain)]
+            assert saved[0].keys() == saved[1].keys()
+            optimizer = AdamW(ours.named_parameters(), lr=1e-2, weight_decay=0.1, offload=True)
+            for parameter in ours.parameters():
+                parameter.data += 1  # weights are loaded into the model after the optimizer was made
+            ours.load_state_dict(theirs.state_dict())
+            optimizer.load_state_tensors(saved[1])
+            plain.load_state_tensors(saved[0])
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p, q)
+
+
 def test_frozen_parameters_and_those_without_a_gradient_are_left_alone():
     model = small_model()
     model[0].weight.requires_grad_(False)

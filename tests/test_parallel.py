@@ -26,6 +26,7 @@ from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total,
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW, SkipCounter, clip_gradients
 from minirl.parallel import Mesh, StopSignal, barrier, forward_backward, init_mesh, pick_dtype, share_of
+from minirl.parallel.data import Overlap, sum_gradients
 from minirl.parallel.mesh import pick_device
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
@@ -278,6 +279,84 @@ def test_a_nan_on_one_rank_skips_the_update_on_all_and_training_goes_on(poison):
         assert (result["skipped"], result["in_a_row"]) == (1, 0)
         assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, poison == "loss", True, True]
     assert first["states"] == second["states"]
+
+
+# ---- the sum in buckets, during backward ----
+
+class Watched(Overlap):
+    """Writes down when which bucket leaves."""
+
+    def __enter__(self):
+        self.events = []
+        return super().__enter__()
+
+    def backward(self, tensor, last, grad=None):
+        super().backward(tensor, last, grad)
+        self.events.append("backward")
+
+    def send(self, bucket):
+        self.events.append(self.buckets.index(bucket))
+        super().send(bucket)
+
+
+def summed_in_buckets(bucket_bytes: int, tied: bool) -> dict:
+    """Gradients of 4, 2, 1 microbatches on three ranks; the last parameter has a gradient on the first rank alone."""
+    mesh, model = init_mesh("cpu"), tiny_model()
+    model.norm.spare = nn.Parameter(torch.ones(3, 2).double())
+    if tied:  # as if the embedding were another stage's head
+        model.pipeline = "a pipeline"
+    sync = Watched(model, mesh, bucket_bytes)
+    microbatches = [*tiny_rollout().microbatches(2)][: (4, 2, 1)[mesh.dp_rank]]
+
+    def loss_of(microbatch):
+        loss = token_logprobs(model, microbatch.tokens)[microbatch.action_mask].sum()
+        return loss + model.norm.spare.square().sum() if mesh.dp_rank == 0 else loss
+
+    for microbatch in microbatches:
+        loss_of(microbatch).backward()
+    alone = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for microbatch in microbatches:
+        loss_of(microbatch).backward()
+    sum_gradients(model, mesh)
+    in_one_piece = gradients(model)
+
+    with sync:
+        for number, microbatch in enumerate(microbatches, 1):
+            sync.backward(loss_of(microbatch), last=number == len(microbatches))
+        if tied and mesh.dp_rank == 0:
+            assert torch.equal(model.embed_tokens.weight.grad, alone["embed_tokens.weight"]), "it was summed too early"
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    differences = [float((grad - in_one_piece[name]).abs().max()) for name, grad in gradients(model).items()]
+    return {"buckets": len(sync.buckets), "events": sync.events, "hooks": hooks, "difference": max(differences)}
+
+
+@dist
+@pytest.mark.parametrize(("bucket_bytes", "tied"), [(2000, False), (2000, True), (10**9, False)])
+def test_buckets_leave_in_one_order_on_all_ranks_and_bring_the_sum_in_one_piece(bucket_bytes, tied):
+    for rank, result in enumerate(run_ranks(summed_in_buckets, 3, bucket_bytes, tied)):
+        order = [event for event in result["events"] if event != "backward"]
+        assert order == [*range(result["buckets"])] and result["buckets"] > (5 if bucket_bytes == 2000 else 0)
+        assert result["difference"] < 1e-12 and not result["hooks"]
+        backwards = (4, 2, 1)[rank]
+        assert result["events"][: backwards - 1] == ["backward"] * (backwards - 1), "an earlier microbatch was sent"
+        # The spare matrix is in the first bucket. Ranks that do not reach it must not send the others before.
+        during = result["events"][backwards - 1 :].index("backward")
+        assert during == (result["buckets"] - tied if rank == 0 else 0)
+
+
+def staged_norm() -> tuple[float, list[float]]:
+    """Stages with gradients of length 3 and 4, and a matrix of length 12 that both have."""
+    mesh = init_mesh("cpu", pp=2)
+    own, shared = nn.Parameter(torch.zeros(1).double()), nn.Parameter(torch.zeros(2, 2))
+    own.grad, shared.grad, shared.tied = torch.tensor([3.0 + mesh.pp_rank]).double(), torch.full((2, 2), 6.0), True
+    return float(clip_gradients([own, shared], 6.5, mesh)), [float(own.grad), float(shared.grad[0, 0])]
+
+
+@dist
+def test_stages_clip_by_one_norm_in_which_a_tied_matrix_counts_once():
+    for stage, (norm, gradients_after) in enumerate(run_ranks(staged_norm, 2)):
+        assert norm == pytest.approx(13, rel=1e-15) and gradients_after == pytest.approx([1.5 + stage / 2, 3], rel=1e-15)
 
 
 def norm_of_known_gradient() -> tuple[float, float]:

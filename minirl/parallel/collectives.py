@@ -1,4 +1,5 @@
 """The collectives that everything in this folder is made of. None changes its input; all count themselves in the ledger.
+Three exceptions, `begin_...`, write into a buffer that is given for it, and return before it is full.
 
 First the plain ones, tensors in and out. Then those that autograd goes through: each has a **dual**, the collective that
 carries the gradient back. Forward and backward of a parallel layer are always one of these rows:
@@ -119,6 +120,38 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size > 1:
         dist.all_gather_object(values, value, group=group.handle)
     return values
+
+
+# Begun now, waited for later, so that a rank can compute meanwhile. Each returns the function that waits.
+
+def begin_all_reduce(x: Tensor, group: Group) -> Callable[[], object]:
+    """x becomes the sum over the ranks."""
+    if group.size == 1:
+        return _done
+    group.ledger.add("all_reduce", group.name, x)
+    return dist.all_reduce(x, SUM, group=group.handle, async_op=True).wait
+
+
+def begin_all_gather(whole: Tensor, part: Tensor, group: Group) -> Callable[[], object]:
+    """whole (N n,) becomes the parts (n,) of all ranks; `part` may be this rank's slice of it."""
+    if group.size == 1:
+        whole.copy_(part)
+        return _done
+    group.ledger.add("all_gather", group.name, whole)
+    return dist.all_gather_into_tensor(whole, part, group=group.handle, async_op=True).wait
+
+
+def begin_reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> Callable[[], object]:
+    """part (n,) becomes this rank's slice of the sum of whole (N n,) over the ranks."""
+    if group.size == 1:
+        part.copy_(whole)
+        return _done
+    group.ledger.add("reduce_scatter", group.name, whole)
+    return dist.reduce_scatter_tensor(part, whole, group=group.handle, async_op=True).wait
+
+
+def _done() -> None:
+    """Nothing is on its way."""
 
 
 def _slice_size(x: Tensor, group: Group, dim: int) -> int:

@@ -6,6 +6,7 @@ the whole again (gradient norm, checkpoints) reads it: no list of names to keep 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -68,15 +69,16 @@ def whole(tensor: Tensor, where: Placement, group: Group) -> Tensor:
 
 
 @torch.no_grad()
-def sum_partial_gradients(model: nn.Module, group: Group) -> None:
-    """Complete the gradients that the ranks of a tensor-parallel group hold in parts, in one all-reduce.
+def sum_partial_gradients(model: nn.Module | Iterable[nn.Parameter], group: Group) -> None:
+    """Complete the gradients that a tensor-parallel group holds in parts: one all-reduce.
 
     Two kinds: parameters that all hold but use on different tokens or heads (`partial`), and parts with `copies`, which
     are laid into a whole of zeros, summed, and cut out again.
     """
     if group.size == 1:
         return
-    found = [(p, placement(p)) for p in model.parameters()
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    found = [(p, placement(p)) for p in parameters
              if p.requires_grad and (placement(p).partial or placement(p).copies > 1)]
     if not found:
         return
@@ -98,3 +100,14 @@ def sum_partial_gradients(model: nn.Module, group: Group) -> None:
             number = where.part_of(group.rank)
             part = part.narrow(where.dim, sum(where.sizes[:number]), where.sizes[number])
         p.grad = part.contiguous()
+
+
+def mark_tied(model: nn.Module) -> None:
+    """Note on a parameter that another stage of the pipeline has it too: it counts once in the norm, on the first."""
+    if getattr(model, "pipeline", None) is not None and model.config.tie_word_embeddings:
+        for p in model.embed_tokens.parameters():
+            p.tied = True
+
+
+def is_tied(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "tied", False)

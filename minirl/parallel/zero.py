@@ -1,0 +1,372 @@
+"""ZeRO (arXiv:1910.02054): N replicas need not hold N copies. In three steps, over one idea.
+
+The idea: the parameters of a unit (a block; or the embedding, last norm and head together) lie in one flat vector,
+padded to a multiple of N. **Rank r owns slice r**, and it alone updates those numbers.
+
+    unit          [ q_proj      | k_proj  | ...  | down_proj     | norms |pad]      matrices first, so that those which
+    N = 4         [ rank 0      | rank 1       | rank 2        | rank 3      ]      decay are the first of a slice, too
+
+    step          kept in slices                         sent in an update of M microbatches
+    0             nothing                                all-reduce of the gradients              (P numbers)
+    1             optimizer                              reduce-scatter of the gradients, all-gather of the parameters
+    2             optimizer, gradients                   M reduce-scatters, one all-gather
+    3             optimizer, gradients, parameters       M reduce-scatters, 2 M all-gathers (the embedding's unit: one)
+
+A ring all-reduce *is* a reduce-scatter and an all-gather (`ring.py`), so step 1 sends what plain data parallelism does,
+and so does step 2 with one microbatch; step 3 sends half as much again. A trained parameter costs a rank, in bytes
+(float32; bfloat16 with float32 masters),
+
+    step          parameters          gradients           optimizer
+    0             4      2            4      2            8      12
+    1             4      2            4      2            8 / N  12 / N
+    2             4      2            4 / N  2 / N        8 / N  12 / N
+    3             4 / N  2 / N        4 / N  2 / N        8 / N  12 / N
+
+and a frozen one (LoRA's base) only its first column. Besides, for a while: step 2 two units' gradients (one being
+found, one on its way), step 3 two blocks' parameters as well, and from the first forward to the last backward of an
+update the embedding's unit, because the head reads it outside of any module's forward (`model.head_weight`).
+
+Step 3 gathers a block before its forward and before its backward, and drops it after each; the next block is on its way
+while one computes. With recomputed blocks (`gradient_checkpointing`) backward's gather serves both. Whatever else reads
+parameters, sampling above all, does so in `with gathered(model)`, which gathers all of them once.
+
+    zero.shard(model, mesh, stage=3)
+    optimizer = ShardedAdamW(model, lr, offload=True)             offload: averages and masters in the host's memory
+    stats = forward_backward(model, microbatches, loss_fn, mesh)
+    guard.step(optimizer, clip_gradients(model.parameters(), max_norm, mesh), lr, stats["loss"])
+
+With a pipeline gradients stay whole until the last microbatch, as in step 1, because many microbatches are under way at
+once. With tensor parallelism a flat vector is made of the local parts.
+
+Planned, not built: ZeRO++ (arXiv:2306.10209). Its three parts fit in here: weights quantised to int8 in blocks before
+they are gathered (`Flat.begin_gather` would send codes and scales), a second slice of the weights within each machine,
+so that backward's gather need not leave it (a `Group` of the machine), and gradients quantised to int4 and exchanged by
+an all-to-all in place of the reduce-scatter. The first and the last change the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minirl.config import UserError
+from minirl.model import Transformer
+from minirl.parallel.collectives import begin_all_gather, begin_reduce_scatter
+from minirl.parallel.data import Bucket, Overlap, complete_gradients, flat_gradients
+from minirl.parallel.mesh import Group, Mesh
+from minirl.parallel.placement import is_tied, mark_tied
+
+ROOT = -1  # number of the unit that is no block
+
+
+def shard(model: Transformer, mesh: Mesh, stage: int) -> Transformer:
+    """Spread the model over the mesh's data group, in place; stage 0 leaves it as it is. Returns the model.
+
+    From then on `parameter.piece` is what this rank owns of a parameter, gradient included. Do not move or cast the
+    model afterwards: its parameters are views.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"--zero {stage} is unknown: use 0 (off), 1, 2 or 3")
+    if hasattr(model, "zero"):
+        raise UserError(f"the model is sharded already, by ZeRO-{model.zero.stage}: load it anew to change that")
+    if stage:
+        model.zero = Zero(model, mesh, stage)
+    return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """The whole model on every rank, to read: for sampling, evaluation, saving. Every rank must come here."""
+    zero = getattr(model, "zero", None)
+    if zero is None or zero.held:
+        yield model
+        return
+    zero.hold()
+    try:
+        yield model
+    finally:
+        zero.held = False
+        zero.release(*zero.units)
+
+
+# ---- the flat vector ----
+
+def span(offset: int, numel: int, size: int, rank: int) -> tuple[int, int]:
+    """Which of a parameter's numbers lie in slice `rank` of a flat vector: start, stop; the same if none.
+
+    The parameter's `numel` numbers begin at `offset` of the vector, and slices have `size` numbers.
+
+    >>> [span(3, 7, 5, rank) for rank in range(3)]       # 7 numbers at places 3 .. 9; slices 0-4, 5-9, 10-14
+    [(0, 2), (2, 7), (7, 7)]
+    """
+    return tuple(min(max(edge * size - offset, 0), numel) for edge in (rank, rank + 1))
+
+
+class Piece(NamedTuple):
+    """What this rank owns of one parameter: numbers start .. stop of it, which are begin .. end of the slice."""
+
+    flat: Flat
+    start: int
+    stop: int
+    begin: int
+
+    def of(self, slice_: Tensor) -> Tensor:
+        """The part of a tensor that lies as the slice does, as a view."""
+        return slice_[self.begin : self.begin + self.stop - self.start]
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self.flat.shard.grad is None else self.of(self.flat.shard.grad)
+
+
+class Flat(Bucket):
+    """Parameters of one dtype as one vector, of which the parameters become views.
+
+    whole : (N n,)  all numbers and the padding, in memory only while `here`
+    shard : (n,)    this rank's slice: of `whole`, or, if the whole is not kept, of its own. What the optimizer trains
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], group: Group, keep: bool):
+        self.named = dict(sorted(named.items(), key=lambda item: item[1].dim() < 2))  # matrices first
+        super().__init__([*self.named.values()])
+        self.group, self.keep, self.here = group, keep, True
+        self.wait: Callable[[], object] | None = None
+        first, numel = self.parameters[0], sum(p.numel() for p in self.parameters)
+        self.size = -(-numel // group.size)  # n
+        self.whole = torch.zeros(self.size * group.size, dtype=first.dtype, device=first.device)
+        mine = self.whole[group.rank * self.size :][: self.size]
+        offset = decayed = 0
+        for p in self.parameters:
+            start, stop = span(offset, p.numel(), self.size, group.rank)
+            p.piece = Piece(self, start, stop, max(0, offset + start - group.rank * self.size))
+            decayed += stop - start if p.dim() >= 2 else 0
+            place = self.whole[offset : offset + p.numel()].view(p.shape)
+            place.copy_(p.detach())
+            p.data = place
+            offset += p.numel()
+        self.shard = nn.Parameter(mine if keep else mine.clone(), requires_grad=first.requires_grad)
+        self.shard.decayed = decayed
+        if not keep:
+            self.free()
+
+    @torch.no_grad()
+    def begin_gather(self) -> None:
+        """Ask the other ranks for their slices."""
+        # The memory comes and goes beneath the views: autograd keeps views of its own, made in forward, for backward.
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.wait = begin_all_gather(self.whole, self.shard.detach(), self.group)
+        self.here = True
+
+    def end_gather(self) -> None:
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+
+    def free(self) -> None:
+        self.end_gather()
+        self.whole.untyped_storage().resize_(0)
+        self.here = False
+
+
+def flats_of(named: Mapping[str, nn.Parameter], group: Group, keep: bool) -> list[Flat]:
+    """A vector for each dtype; trained ones apart from frozen ones, and from what two stages share (see `Overlap`)."""
+    alike: dict[tuple, dict[str, nn.Parameter]] = {}
+    for name, p in named.items():
+        alike.setdefault((p.requires_grad, p.dtype, is_tied(p)), {})[name] = p
+    return [Flat(some, group, keep) for some in alike.values()]
+
+
+# ---- the three steps ----
+
+class Zero(Overlap):
+    """The units of a sharded model. As a context it is what `Overlap` is, with other collectives."""
+
+    def __init__(self, model: Transformer, mesh: Mesh, stage: int):
+        self.mesh, self.stage, self.held = mesh, stage, False
+        self.every = stage >= 2 and mesh.pp == 1  # gradients leave after every microbatch, not after the last alone
+        self.in_step = stage >= 2
+        mark_tied(model)
+        units: dict[int, dict[str, nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad or stage == 3:
+                number = int(name.split(".")[1]) if name.startswith("layers.") else ROOT
+                units.setdefault(number, {})[name] = p
+        self.units = {number: flats_of(named, mesh.data_group, stage < 3) for number, named in units.items()}
+        # Blocks from the last to the first, as backward finds them, then the rest, for the embedding comes at the end.
+        self.buckets = [flat for number in sorted(self.units, reverse=True) for flat in self.units[number]
+                        if flat.shard.requires_grad]
+        self.coming: Callable[[], None] | None = None  # receives the gradient that is on its way
+        if stage == 3:
+            self.current: int | None = None  # the block that backward is in
+            model.register_forward_pre_hook(self.check)
+            model.register_state_dict_pre_hook(self.check)
+            for number in self.units.keys() - {ROOT}:
+                model.layers[number].register_forward_pre_hook(partial(self.before_forward, number))
+                model.layers[number].register_forward_hook(partial(self.after_forward, number))
+
+    # gradients
+
+    def __enter__(self) -> Zero:
+        self.need(ROOT)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *details) -> None:
+        super().__exit__(kind, *details)
+        if kind is None:
+            self.receive()
+        self.coming, self.current = None, None
+        self.release(*self.units)
+
+    def backward(self, tensor: Tensor, last: bool, grad: Tensor | None = None) -> None:
+        if self.every:
+            self.refill()
+        super().backward(tensor, last or self.every, grad)
+        if self.every:
+            self.flush()
+        self.current = None
+        self.release(*self.units.keys() - {ROOT})
+
+    @torch.no_grad()
+    def send(self, flat: Flat) -> None:
+        """The unit's gradients leave, and what comes back, this rank's slice of the sum, is added to shard.grad."""
+        self.receive()  # the one before: at most one on its way, and one being found
+        complete_gradients(flat.parameters, self.mesh.tp_group)
+        whole = flat_gradients(flat.parameters, len(flat.whole))
+        for p in flat.parameters:
+            p.grad = None
+        mine = torch.empty_like(flat.shard, requires_grad=False)
+        wait = begin_reduce_scatter(mine, whole, flat.group)
+        self.coming = partial(self.add, flat, mine, whole, wait)
+
+    def receive(self) -> None:
+        if self.coming is not None:
+            self.coming()
+            self.coming = None
+
+    @torch.no_grad()
+    def add(self, flat: Flat, mine: Tensor, whole: Tensor, wait: Callable[[], object]) -> None:
+        """`whole` is being read until `wait` returns."""
+        wait()
+        flat.shard.grad = mine if flat.shard.grad is None else flat.shard.grad.add_(mine)
+
+    def spread(self) -> None:
+        """After an update: everyone gets everyone's slices, where the whole is kept."""
+        if self.stage < 3:
+            for flat in self.buckets:
+                flat.begin_gather()
+            for flat in self.buckets:
+                flat.end_gather()
+
+    # parameters, in step 3
+
+    def hold(self) -> None:
+        for number in self.units:
+            self.prefetch(number)
+        for number in self.units:
+            self.need(number)
+        self.held = True
+
+    def need(self, number: int) -> None:
+        """The unit is here when this returns."""
+        self.prefetch(number)
+        for flat in self.units.get(number, ()):
+            flat.end_gather()
+
+    def prefetch(self, number: int) -> None:
+        """Ask for a unit, if it is not here and there is one of that number."""
+        for flat in self.units.get(number, ()):
+            if not flat.here:
+                flat.begin_gather()
+
+    def release(self, *numbers: int) -> None:
+        for number in numbers:
+            for flat in self.units.get(number, ()):
+                if flat.here and not flat.keep and not self.held:
+                    flat.free()
+
+    def before_forward(self, number: int, *_) -> None:
+        if number != self.current:  # else backward is recomputing the block that it is in
+            self.need(number)
+            self.prefetch(number + 1)
+
+    def after_forward(self, number: int, block: nn.Module, args: tuple, output: Tensor) -> None:
+        if number == self.current:
+            return
+        self.release(number)
+        if output.requires_grad:
+            output.register_hook(partial(self.before_backward, number))
+
+    def before_backward(self, number: int, grad: Tensor) -> None:
+        """The gradient of a block's output is known, so backward is through with the block behind it.
+
+        When its own last gradient is there would be too soon: with adapters those come before the frozen norm is read.
+        """
+        if self.current is not None:
+            self.release(self.current)
+        self.current = number
+        self.need(number)
+        self.prefetch(number - 1)
+
+    def check(self, *_) -> None:
+        """Reading memory that is not there ends the process; say so first."""
+        if not all(flat.here for flat in self.units.get(ROOT, ())):
+            raise RuntimeError("the model's parameters lie in slices: use it in forward_backward, or in "
+                               "`with gathered(model)` on every rank")
+
+
+# ---- the optimizer's state, for any number of ranks ----
+
+class Layout(NamedTuple):
+    """Which numbers of each parameter a rank owns."""
+
+    rank: int
+    ranks: int
+    spans: dict[str, tuple[int, int]]  # name -> start, stop
+
+
+def merge_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The states of all ranks (`ShardedAdamW.state_tensors`), in any order -> that of AdamW on the whole model.
+
+    UserError: the state of a rank is missing, or they do not belong together.
+    """
+    ranks = int(states[0]["ranks"][1])
+    found = {int(state["ranks"][0]): state for state in states}
+    if missing := [rank for rank in range(ranks) if rank not in found]:
+        raise UserError(f"the optimizer state of rank {missing[0]} of {ranks} is missing ({len(missing)} such): "
+                        "all were saved together, and are needed together")
+    parts = [found[rank] for rank in range(ranks)]
+    if any(part.keys() != parts[0].keys() or int(part["step"]) != int(parts[0]["step"])
+           or int(part["ranks"][1]) != ranks for part in states):
+        raise UserError("the optimizer states of the ranks are not of one save: they differ in names, step or number")
+    whole = {"step": parts[0]["step"]}
+    for key in parts[0]:
+        kind, _, name = key.partition(".")
+        if name and kind != "shape":
+            shape = parts[0][f"shape.{name}"].tolist()
+            numbers = torch.cat([part[key] for part in parts])
+            if len(numbers) != prod(shape):
+                raise UserError(f"optimizer state {key} has {len(numbers)} numbers in {ranks} parts, but {shape} needs "
+                                f"{prod(shape)}: a part is truncated")
+            whole[key] = numbers.view(shape)
+    return whole
+
+
+def cut_state(whole: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """AdamW's state of the whole model -> one rank's (`ShardedAdamW.layout`); the way back of `merge_states`."""
+    state = {"step": whole["step"], "ranks": torch.tensor([layout.rank, layout.ranks])}
+    for key, tensor in whole.items():
+        _, _, name = key.partition(".")
+        if name and name not in layout.spans:
+            raise UserError(f"optimizer state {key} is of no parameter that is trained here: resume with the model of "
+                            "the saved run")
+        if name:
+            start, stop = layout.spans[name]
+            state[key] = tensor.flatten()[start:stop]
+            state[f"shape.{name}"] = torch.tensor(tensor.shape, dtype=torch.int64)
+    return state

@@ -1,0 +1,478 @@
+"""ZeRO beside one process: the numbers, the bytes that are kept, the bytes that are sent, states for other worlds."""
+
+import doctest
+import gc
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import minirl.parallel.zero as zero_module
+from minirl.config import UserError
+from minirl.generate import generate
+from minirl.logprobs import token_logprobs
+from minirl.losses import aggregate, loss_total, sft_loss
+from minirl.model import ModelConfig, Transformer
+from minirl.optim import AdamW, ShardedAdamW, SkipCounter, clip_gradients, gradient
+from minirl.parallel import Mesh, forward_backward, init_mesh
+from minirl.parallel.collectives import gather_objects
+from minirl.parallel.placement import Placement, mark
+from minirl.parallel.zero import Layout, cut_state, gathered, merge_states, shard, span
+from minirl.rollout import Rollout
+from minirl.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.dist
+LLAMA = ModelConfig(30, 8, 12, 3, 4, 2, max_position_embeddings=16)
+QWEN3 = ModelConfig(29, 8, 10, 3, 4, 2, head_dim=6, qk_norm=True, tie_word_embeddings=False, max_position_embeddings=16)
+LR, MAX_NORM, DECAY = 1e-2, 0.1, 0.1
+# The rows of each rank: unequal numbers of microbatches, and a rank that has none.
+SHARES = {1: [range(8)], 2: [range(5), range(5, 8)], 3: [[7, 1], range(2, 7), [0]],
+          4: [[0, 1, 2], [], [3, 4, 5, 6], [7]]}
+
+
+class Odd(Transformer):
+    """With parameters whose sizes divide by nothing, and which some rows or all do not reach."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.spare = nn.Parameter(torch.empty(3, 1))  # row 0 alone has a loss on it
+        self.layers[1].unused = nn.Parameter(torch.empty(7))
+        self.init_weights(torch.Generator().manual_seed(0))
+        self.spare.data.fill_(1.0)
+        self.layers[1].unused.data.fill_(1.0)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank addition."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        g = torch.Generator().manual_seed(base.in_features + base.out_features)
+        self.base = base.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(3, base.in_features, generator=g, dtype=base.weight.dtype))
+        self.lora_B = nn.Parameter(torch.randn(base.out_features, 3, generator=g, dtype=base.weight.dtype))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+def make_model(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float64, lora: bool = False,
+               checkpointing: bool = False) -> Transformer:
+    model = (Odd(config) if not lora else Transformer(config).init_weights(torch.Generator().manual_seed(0))).to(dtype)
+    if lora:
+        model.requires_grad_(False)
+        for block in model.layers[1:]:  # nothing is trained in the first block, nor before it
+            block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+            block.mlp.down_proj = Adapted(block.mlp.down_proj)
+    model.gradient_checkpointing = checkpointing
+    return model
+
+
+def rows() -> Rollout:
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([4, 5, 4, 6, 9, 8, 7, 10])
+    tokens = torch.randint(0, 29, (8, 10), generator=g)
+    mask = torch.arange(9) < lengths[:, None] - 1
+    return Rollout(tokens, mask, lengths, torch.arange(8), torch.arange(8))
+
+
+def update(model: Transformer, optimizer: AdamW, guard: SkipCounter, mesh: Mesh, mine: Rollout, poison: bool = False):
+    """One update as in a trainer. Returns loss, norm before clipping, and this rank's gradients after it."""
+    total = loss_total("token", mine.action_mask, mesh)
+
+    def loss_fn(out, mb):
+        loss = aggregate(sft_loss(out.logprobs), mb.action_mask, "token", total)
+        if (mb.sample_ids == 0).any() and hasattr(model, "spare"):
+            loss = loss + model.spare.square().sum()
+        return loss * (math.nan if poison else 1), {"rows": torch.tensor(len(mb))}
+
+    stats = forward_backward(model, mine.microbatches(2), loss_fn, mesh)
+    assert stats["rows"] == 8, "rows that only keep step are not counted"
+    norm = clip_gradients(model.parameters(), MAX_NORM, mesh)
+    grads = {name: None if gradient(p) is None else gradient(p).clone() for name, p in model.named_parameters()}
+    guard.step(optimizer, norm, LR, stats["loss"])
+    optimizer.zero_grad()
+    return stats["loss"], float(norm), grads
+
+
+def make_optimizer(model: Transformer, offload: bool = False) -> AdamW:
+    if hasattr(model, "zero"):
+        return ShardedAdamW(model, LR, weight_decay=DECAY, offload=offload)
+    return AdamW(model.named_parameters(), LR, weight_decay=DECAY, offload=offload)
+
+
+def whole_gradients(model: Transformer, grads: dict, mesh: Mesh) -> dict:
+    """Gather what each rank holds of each gradient."""
+    if not hasattr(model, "zero"):
+        return grads
+    parts, found = gather_objects(grads, mesh.data_group), {}
+    for name, p in model.named_parameters():
+        if grads[name] is not None:
+            found[name] = torch.cat([part[name] for part in parts]).view(p.shape)
+    return found
+
+
+def own_rows(mesh: Mesh) -> Rollout:
+    return rows().rows(torch.tensor([*SHARES[mesh.dp][mesh.dp_rank]], dtype=torch.int64))
+
+
+def train(stage: int, options: dict, steps: int = 5, offload: bool = False, start: dict | None = None) -> dict:
+    """`steps` updates on a rank; losses, norms, some gradients, and the weights and optimizer state at the end.
+
+    start : what this function has returned, to go on from
+    """
+    mesh, model = init_mesh("cpu"), make_model(**options)
+    mine = own_rows(mesh)
+    if start:
+        model.load_state_dict(start["weights"])
+    shard(model, mesh, stage)
+    optimizer, guard = make_optimizer(model, offload), SkipCounter()
+    if start:
+        optimizer.load_state_tensors(cut_state(start["state"], optimizer.layout) if stage else start["state"])
+    losses, norms, grads = [], [], {}
+    for step in range(steps):
+        loss, norm, some = update(model, optimizer, guard, mesh, mine)
+        losses.append(loss)
+        norms.append(norm)
+        if step in (0, steps - 1):
+            whole = whole_gradients(model, some, mesh)
+            grads |= {f"{step}: {name}": grad for name, grad in whole.items() if grad is not None}
+    states = gather_objects(optimizer.state_tensors(), mesh.data_group)
+    with gathered(model):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights,
+            "state": merge_states(states) if stage else states[0]}
+
+
+CASES = {  # name -> options of the model
+    "llama": {}, "recomputed": {"checkpointing": True}, "qwen3": {"config": QWEN3}, "lora": {"lora": True},
+    "lora recomputed": {"lora": True, "checkpointing": True}, "offloaded": {},
+}
+RUNS = {  # ranks -> (stage, case)
+    2: [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama"), (3, "qwen3"), (3, "lora recomputed"), (1, "offloaded")],
+    3: [(1, "llama"), (3, "recomputed")],
+    4: [(0, "qwen3"), (1, "lora"), (2, "qwen3"), (3, "llama"), (3, "offloaded"), (3, "lora")],
+}
+
+
+def all_runs(ranks: int) -> dict:
+    """Everything that needs so many ranks, in one start of them."""
+    results = {(stage, name): train(stage, CASES[name], offload=name == "offloaded") for stage, name in RUNS[ranks]}
+    if ranks == 2:
+        results |= {("sent", stage): sent(stage) for stage in range(4)}
+        results |= {("poisoned", stage): poisoned(stage) for stage in range(1, 4)}
+        results |= {("bfloat16", stage): bfloat16(stage) for stage in range(4)}
+        results |= {"outside": outside()}
+    if ranks == 4:
+        results |= {("memory", stage): memory(stage) for stage in range(4)}
+        results |= {("tensor parallel", stage): with_tensor_parallelism(stage) for stage in range(4)}
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    return {name: train(0, options) for name, options in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def together() -> dict:
+    return {ranks: run_ranks(all_runs, ranks, ranks) for ranks in RUNS}
+
+
+def close(one: dict, other: dict, rtol: float, atol: float, where: str) -> None:
+    assert one.keys() == other.keys(), where
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=rtol, atol=atol,
+                                   msg=lambda text, name=name: f"{where} {name}: {text}")
+
+
+@pytest.mark.parametrize(("ranks", "stage", "name"), [(n, *run) for n, runs in RUNS.items() for run in runs])
+def test_losses_norms_gradients_and_five_updates_are_those_of_one_process(alone, together, ranks, stage, name):
+    expected = alone[name]
+    assert min(expected["norms"]) > MAX_NORM, "clipping must be at work"
+    for rank, results in enumerate(together[ranks]):
+        got, where = results[stage, name], f"rank {rank} of {ranks}, ZeRO-{stage}, {name}:"
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-12), where
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-12), where
+        close(got["grads"], expected["grads"], 1e-9, 1e-13, f"{where} gradient")
+        close(got["weights"], expected["weights"], 0, 1e-12, f"{where} weight")
+        close(got["state"], expected["state"], 1e-9, 1e-12, f"{where} state")
+
+
+def test_what_no_row_reaches_decays_alike_in_every_layout(alone):
+    weights = alone["llama"]["weights"]
+    assert (weights["layers.1.unused"] == 1).all(), "a vector never decays"
+    assert (weights["spare"] < 0.97).all(), "row 0 reached it"
+
+
+# ------------------------------------------------------------------ what is sent and what is kept
+
+
+def sizes(model: Transformer, ranks: int) -> tuple[int, int]:
+    """Bytes of the flat vectors of all blocks, and of the rest, each padded to a multiple of the ranks."""
+    numels: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        unit = name.split(".")[1] if name.startswith("layers.") else "root"
+        numels[unit] = numels.get(unit, 0) + p.numel()
+    padded = {unit: -(-numel // ranks) * ranks * model.norm.weight.itemsize for unit, numel in numels.items()}
+    return sum(padded.values()) - padded["root"], padded["root"]
+
+
+def sent(stage: int) -> dict:
+    """Bytes of one update, by collective."""
+    mesh, model = init_mesh("cpu"), make_model()
+    blocks, root = sizes(model, mesh.dp)
+    plain = sum(p.nbytes for p in model.parameters())
+    optimizer = make_optimizer(shard(model, mesh, stage))
+    mesh.ledger.clear()
+    update(model, optimizer, SkipCounter(), mesh, own_rows(mesh))
+    return {"blocks": blocks, "root": root, "plain": plain} | {
+        operation: total for (operation, group), total in mesh.ledger.bytes.items() if group == "dp_cp"}
+
+
+def test_bytes_of_an_update_are_those_of_the_docstring(together):
+    for result in together[2]:
+        found, M = {stage: result["sent", stage] for stage in range(4)}, 3  # of 5 rows, two at a time
+        blocks, root = found[0]["blocks"], found[0]["root"]
+        assert blocks + root > found[0]["plain"], "padding is sent too"
+        statistics = found[1]["all_reduce"]
+        assert found[0]["all_reduce"] - statistics + 8 == found[0]["plain"]  # 8: the norm is one sum more over slices
+        assert "all_gather" not in found[0] and "reduce_scatter" not in found[0]
+        assert (found[1]["reduce_scatter"], found[1]["all_gather"]) == (blocks + root, blocks + root)
+        assert (found[2]["reduce_scatter"], found[2]["all_gather"]) == (M * (blocks + root), blocks + root)
+        assert (found[3]["reduce_scatter"], found[3]["all_gather"]) == (M * (blocks + root), 2 * M * blocks + root)
+
+
+def bytes_in_memory() -> int:
+    """Of all storages that a Python object or a gradient refers to."""
+    storages = {}
+    for tensor in [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]:
+        for x in (tensor, tensor.grad if tensor.is_leaf else None):
+            if x is not None:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def memory(stage: int) -> dict:
+    """Bytes above those before the model was made: at rest, with gradients, and at most on the way."""
+    mesh = init_mesh("cpu")
+    mine = own_rows(mesh).replace(lengths=torch.full((len(own_rows(mesh)),), 3))  # activations are not what is weighed
+    gc.collect()
+    before, seen = bytes_in_memory(), []
+    config = ModelConfig(30, 32, 80, 6, 4, 2, max_position_embeddings=16)
+    model = shard(Transformer(config).init_weights(torch.Generator().manual_seed(0)), mesh, stage)
+    optimizer = make_optimizer(model)
+    rest = bytes_in_memory() - before
+
+    def watched(begin):
+        def call(*args):
+            seen.append(bytes_in_memory() - before)
+            return begin(*args)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("begin_all_gather", "begin_reduce_scatter"):
+            patch.setattr(zero_module, name, watched(getattr(zero_module, name)))
+        forward_backward(model, mine.microbatches(1), lambda out, mb: (out.logprobs.sum(), {}), mesh)
+    gc.collect()
+    parameters, block = (4 * sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0]))
+    return {"P": parameters, "block": block, "root": parameters - 6 * block, "rest": rest,
+            "with gradients": bytes_in_memory() - before, "peak": max(seen, default=0), "optimizer": optimizer.updates}
+
+
+def test_storages_are_those_of_the_docstring(together):
+    N = 4
+    for rank, result in enumerate(together[N]):
+        for stage in range(4):
+            found = result["memory", stage]
+            P, block, root = found["P"], found["block"], found["root"]
+            parameters = P / N if stage == 3 else P
+            optimizer = 2 * P / N if stage else 2 * P
+            gradients = P / N if stage else P  # ZeRO-1 has whole ones until the last microbatch's backward is over
+            where = f"rank {rank}, ZeRO-{stage}: {found}"
+            assert found["rest"] == pytest.approx(parameters + optimizer, rel=0.05), where
+            assert found["with gradients"] == pytest.approx(parameters + optimizer + gradients, rel=0.05), where
+            if stage == 2:  # gradients of two blocks: one being found, one on its way
+                assert found["peak"] < 1.05 * found["with gradients"] + 2 * block, where
+            if stage == 3:  # those, two blocks' parameters, and the embedding's
+                assert found["peak"] < 1.05 * found["with gradients"] + 4 * block + root, where
+
+
+# ------------------------------------------------------------------ numbers that are not finite, or not exact
+
+
+def poisoned(stage: int) -> list:
+    """Three updates, NaN on the last rank in the second. Weights after each."""
+    mesh, model = init_mesh("cpu"), make_model()
+    optimizer, guard, states, mine = make_optimizer(shard(model, mesh, stage)), SkipCounter(), [], own_rows(mesh)
+    for step in range(3):
+        _, norm, _ = update(model, optimizer, guard, mesh, mine, poison=step == 1 and mesh.dp_rank == mesh.dp - 1)
+        with gathered(model):
+            states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert math.isfinite(norm) == (step != 1)
+    return [guard.skipped, optimizer.updates, *states]
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_nan_on_one_rank_skips_the_update_on_all(together, stage):
+    for result in together[2]:
+        skipped, updates, first, second, third = result["poisoned", stage]
+        assert (skipped, updates) == (1, 2)
+        assert torch.equal(first, second) and not torch.equal(second, third) and third.isfinite().all()
+
+
+def bfloat16(stage: int) -> dict:
+    mesh, model = init_mesh("cpu"), make_model(dtype=torch.bfloat16)
+    optimizer, guard, mine = make_optimizer(shard(model, mesh, stage)), SkipCounter(), own_rows(mesh)
+    assert all(master.dtype == torch.float32 for master in optimizer.master.values())
+    for _ in range(3):
+        update(model, optimizer, guard, mesh, mine)
+    states = gather_objects(optimizer.state_tensors(), mesh.data_group)
+    with gathered(model):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"weights": weights, "state": merge_states(states) if stage else states[0]}
+
+
+def test_bfloat16_weights_are_their_float32_masters_rounded_and_those_of_plain_data_parallelism(together):
+    for result in together[2]:
+        for stage in range(4):
+            found, plain = result["bfloat16", stage], result["bfloat16", 0]
+            for name, weight in found["weights"].items():
+                master = found["state"][f"master.{name}"]
+                assert torch.equal(weight, master.bfloat16()), (stage, name)
+                # Steps of 1e-2 in the direction of a gradient that is rounded: 2^-8 of it, more where it is nearly 0.
+                off = (master - plain["state"][f"master.{name}"]).abs()
+                assert off.median() < 1e-4 and off.max() < 3e-2, (stage, name)
+
+
+# ------------------------------------------------------------------ with tensor parallelism
+
+
+def with_tensor_parallelism(stage: int) -> dict:
+    """The norm before clipping, in a job of two replicas of two ranks. Each of the two has a half of q_proj (in name
+    only), the same k_proj, a part of the norm's gradient, and the same of all else."""
+    mesh, model = init_mesh("cpu", dp=2, tp=2), make_model(QWEN3)
+    mark(model.norm.weight, Placement(partial=True))
+    for block in model.layers:
+        mark(block.self_attn.q_proj.weight, Placement(0, (24, 24)))
+        mark(block.self_attn.k_proj.weight, Placement(0, (12,), copies=2))
+    mine = rows().rows(torch.tensor([2 * mesh.dp_rank, 4]))
+    shard(model, mesh, stage)
+    scale = 1.0 + mesh.tp_rank  # what differs between the ranks of tp
+
+    def loss_fn(out, mb):
+        attentions = [block.self_attn for block in model.layers]
+        parts = sum(a.q_proj.weight.sum() + a.k_proj.weight.sum() for a in attentions) + model.norm.weight.sum()
+        return out.logprobs.sum() * 0 + parts * scale + model.layers[0].mlp.up_proj.weight.sum(), {}
+
+    with gathered(model):  # the loss reads weights of the blocks
+        forward_backward(model, mine.microbatches(1), loss_fn, mesh)
+    return float(clip_gradients(model.parameters(), 1.0, mesh))
+
+
+def test_the_norm_counts_every_number_once_over_tensor_parallel_ranks_and_slices(together):
+    # Two replicas of two microbatches: everything is summed 4 times. q_proj: 3 layers of 24 x 8 on each of two ranks,
+    # gradients 4 and 8. k_proj: the same 12 x 8 on both, 4 (1 + 2), as the norm's 8. up_proj: 10 x 8, 4, on both.
+    expected = 3 * 24 * 8 * (4**2 + 8**2) + (3 * 12 * 8 + 8) * 12**2 + 80 * 4**2
+    for result in together[4]:
+        for stage in range(4):
+            norm = result["tensor parallel", stage]
+            assert norm == pytest.approx(math.sqrt(expected), rel=1e-12), f"ZeRO-{stage}"
+
+
+# ------------------------------------------------------------------ outside of an update
+
+
+def outside() -> list[str]:
+    """What a model in slices says to those who use it as a whole; and that it is whole where it should be."""
+    mesh, said = init_mesh("cpu"), []
+    config = ModelConfig(258, 8, 12, 2, 4, 2, max_position_embeddings=32)
+    plain, model = (Transformer(config).init_weights(torch.Generator().manual_seed(0)) for _ in range(2))
+    shard(model, mesh, 3)
+    tokens = torch.arange(12).view(1, 12)
+    for use in (lambda: model(tokens), model.state_dict, lambda: shard(model, mesh, 3), lambda: shard(plain, mesh, 4)):
+        with pytest.raises((RuntimeError, UserError)) as error:
+            use()
+        said.append(str(error.value))
+    with gathered(model), gathered(model):
+        torch.testing.assert_close(token_logprobs(model, tokens), token_logprobs(plain, tokens), rtol=0, atol=0)
+        drawn, expected = (generate(m, [[1, 2, 3]], ByteTokenizer(), max_new_tokens=8).tokens for m in (model, plain))
+        assert torch.equal(drawn, expected)
+        state = model.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
+    assert all(not flat.here for flats in model.zero.units.values() for flat in flats)
+    optimizer, other = ShardedAdamW(model, LR), AdamW(plain.named_parameters(), LR)
+    for state in (optimizer.state_tensors() | {"ranks": torch.tensor([0, 3])}, other.state_tensors()):
+        with pytest.raises(UserError) as error:
+            optimizer.load_state_tensors(state)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_model_in_slices_says_so_and_is_whole_inside_gathered(together):
+    said = [result["outside"] for result in together[2]]
+    assert said[0][:4] == said[1][:4] == [
+        "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank",
+        "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank",
+        "the model is sharded already, by ZeRO-3: load it anew to change that",
+        "--zero 4 is unknown: use 0 (off), 1, 2 or 3"]
+    assert said[1][4:] == [f"optimizer state of {whose}, but this is rank 1 of 2: cut it anew with zero.merge_states and "
+                           "zero.cut_state" for whose in ("rank 0 of 3", "the whole model")]
+
+
+# ------------------------------------------------------------------ states
+
+
+def test_a_run_goes_on_over_4_then_2_then_1_then_3_ranks_as_if_it_had_not_stopped():
+    whole, losses, result = train(0, {}, steps=8), [], None
+    for ranks, stage in ((4, 2), (2, 3), (1, 1), (3, 1)):
+        arguments = stage, {}, 2, False, result
+        result = run_ranks(train, ranks, *arguments)[0] if ranks > 1 else train(*arguments)
+        losses += result["losses"]
+    assert losses == pytest.approx(whole["losses"], rel=1e-9)
+    close(result["weights"], whole["weights"], 0, 1e-10, "after 8 updates, weight")
+    close(result["state"], whole["state"], 1e-9, 1e-12, "after 8 updates, state")
+
+
+def test_the_example_in_the_docstring_of_span():
+    assert doctest.testmod(zero_module).failed == 0
+
+
+def state_of_57() -> dict:
+    """AdamW's state of a matrix of 35 numbers and a vector of 22, each number another one."""
+    state = {"step": torch.tensor(3)}
+    for i, kind in enumerate(("exp_avg", "exp_avg_sq", "master")):
+        numbers = 100.0 * i + torch.arange(57)
+        state |= {f"{kind}.a.weight": numbers[:35].view(5, 7), f"{kind}.b": numbers[35:]}
+    return state
+
+
+def cut_of_57(ranks: int) -> list[dict]:
+    size = -(-57 // ranks)
+    spans = [{"a.weight": span(0, 35, size, rank), "b": span(35, 22, size, rank)} for rank in range(ranks)]
+    return [cut_state(state_of_57(), Layout(rank, ranks, spans[rank])) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, [57]), (2, [29, 28]), (4, [15, 15, 15, 12]), (6, [10] * 5 + [7]),
+                                              (20, [3] * 19 + [0])])
+def test_57_numbers_are_cut_into_even_slices_and_come_back_without_padding(ranks, sizes):
+    states = cut_of_57(ranks)
+    assert [len(state["exp_avg.a.weight"]) + len(state["exp_avg.b"]) for state in states] == sizes
+    merged = merge_states(states[::-1])
+    assert merged.keys() == state_of_57().keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in state_of_57().items())
+
+
+def test_states_that_are_not_complete_or_not_of_one_save_are_refused():
+    states = cut_of_57(4)
+    with pytest.raises(UserError, match=r"the optimizer state of rank 2 of 4 is missing \(1 such\)"):
+        merge_states([states[0], states[1], states[3]])
+    for wrong in ({"step": torch.tensor(4)}, {"ranks": torch.tensor([1, 5])}, {"exp_avg.c": torch.zeros(1)}):
+        with pytest.raises(UserError, match="not of one save"):
+            merge_states([states[0], states[1] | wrong, *states[1:]])
+    with pytest.raises(UserError, match=r"exp_avg.b has 21 numbers in 4 parts, but \[22\] needs 22"):
+        merge_states([*states[:3], states[3] | {"exp_avg.b": states[3]["exp_avg.b"][1:]}])
+    with pytest.raises(UserError, match=r"exp_avg.b is of no parameter that is trained here"):
+        cut_state(state_of_57(), Layout(0, 1, {"a.weight": (0, 35)}))
