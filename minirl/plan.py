@@ -1,0 +1,691 @@
+"""What will a layout cost? Memory, bytes sent, idle time and days, before anything is started. No process, no weights.
+
+    python -m minirl.plan --model llama-3.1-8b --dp 8 --zero 1
+    python -m minirl.plan --model llama-3.1-70b --tp 8 --pp 4 --dp 16 --sp --zero 1 --gradient-checkpointing
+    python -m minirl.plan --model llama-3.1-70b --gpus 512              look for a layout, and show it
+    python -m minirl.plan --model FOLDER --lora-rank 16 --qlora         FOLDER with a config.json
+
+The parameters of a rank are counted on a model without memory (torch's meta device) that the code of training itself
+has cut: pipeline, tensor parallelism, ZeRO. Bytes are formulas, one function a strategy, with the keys of the ledger
+(`parallel/mesh.py`). The tests hold them against what real ranks have sent, and activations against what autograd kept.
+
+GB is 10^9 bytes. What is left out: the framework's own memory and fragmentation (`SPARE`), sums of a few numbers (loss,
+gradient norm, statistics), attention's share of the operations, and all that waiting for a network costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import lcm, prod
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from kernels.linear_logprob import CHUNK_LOGITS, CHUNK_ROWS
+from minirl.checkpoint import read_model_config
+from minirl.config import UserError, check_not_negative, check_positive, run
+from minirl.lora import add_lora
+from minirl.model import Block, ModelConfig, Transformer
+from minirl.parallel import context, pipeline, tensor, zero
+from minirl.parallel.mesh import Group, Mesh
+from minirl.parallel.placement import placement
+from minirl.parallel.schedule import Kind, gantt, schedule, simulate
+
+SPARE = 0.1  # of the memory, kept free for what is not counted
+NODE = 8  # GPUs of one machine: tensor parallelism stays inside
+FLOAT = 4  # bytes of a float32
+GANTT_STAGES, GANTT_MICROBATCHES = 8, 16  # larger pictures do not fit a terminal
+
+
+def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, tied: bool, **more) -> ModelConfig:
+    return ModelConfig(vocab, hidden, mlp, layers, heads, kv_heads, tie_word_embeddings=tied, **more)
+
+
+SHAPES = {
+    "toy": shape(258, 96, 256, 2, 4, 4, True),  # what train_grpo.py begins with
+    "qwen3-0.6b": shape(151936, 1024, 3072, 28, 16, 8, True, head_dim=128, qk_norm=True),
+    "qwen3-4b": shape(151936, 2560, 9728, 36, 32, 8, True, head_dim=128, qk_norm=True),
+    "llama-3.2-1b": shape(128256, 2048, 8192, 16, 32, 8, True),
+    "llama-3.1-8b": shape(128256, 4096, 14336, 32, 32, 8, False),
+    "llama-3.1-70b": shape(128256, 8192, 28672, 80, 64, 8, False),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    # layout
+    dp: int = 1  # replicas, each with its own rows
+    tp: int = 1  # ranks that share every matrix
+    pp: int = 1  # stages of the pipeline
+    cp: int = 1  # ranks that share the columns of a row
+    sp: bool = False  # share the tokens between tensor-parallel layers as well
+    zero: int = 0  # 1 optimizer, 2 gradients, 3 parameters in slices over dp x cp
+    schedule: Kind = "1f1b"  # of the pipeline
+    chunks: int = 1  # slices of the model a stage, for interleaved
+    context: Literal["ring", "ulysses"] = "ring"  # how --cp brings keys and queries together
+    # work
+    microbatch_size: int = 1  # rows of one forward pass on one replica
+    sequence_length: int = 4096  # tokens of a row that the model reads
+    rows_per_step: int = 0  # rows of one update, over all replicas; 0: 8 microbatches a replica
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # of weights, gradients and activations
+    gradient_checkpointing: bool = False  # backward computes each block again
+    lora_rank: int = 0  # adapters on all linear layers, the rest frozen; 0: all is trained
+    qlora: bool = False  # and the frozen layers in 4 bits
+
+    def __post_init__(self):
+        check_positive(self, "dp", "tp", "pp", "cp", "chunks", "microbatch_size", "sequence_length")
+        check_not_negative(self, "rows_per_step", "lora_rank")
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"--zero {self.zero} is unknown: use 0 (off), 1, 2 or 3")
+        if self.sp and self.tp == 1:
+            raise UserError("--sp shares the tokens of tensor-parallel ranks: give --tp 2 or more")
+        if self.qlora and (not self.lora_rank or self.tp > 1):
+            raise UserError("--qlora needs --lora-rank, and quantised weights are not cut: use --tp 1")
+        round_ = self.dp * self.microbatch_size
+        if self.rows_per_step % round_:
+            raise UserError(f"--rows-per-step {self.rows_per_step} does not divide over {self.dp} replicas with "
+                            f"microbatches of {self.microbatch_size}: use a multiple of {round_}")
+        schedule(self.schedule, 0, self.pp, self.microbatches, self.chunks)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same weights: the data group, over which ZeRO cuts."""
+        return self.dp * self.cp
+
+    @property
+    def rows(self) -> int:
+        return self.rows_per_step or 8 * self.dp * self.microbatch_size
+
+    @property
+    def microbatches(self) -> int:
+        return self.rows // (self.dp * self.microbatch_size)
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def wide(self) -> int:
+        """Bytes of the type in which a head, a norm or an optimizer computes: float32 at least."""
+        return max(self.itemsize, FLOAT)
+
+    @property
+    def columns(self) -> int:
+        """Tokens of one row on one rank."""
+        pieces = 2 * self.cp if self.cp > 1 else 1
+        return -(-self.sequence_length // pieces) * pieces // self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one rank, B S."""
+        return self.microbatch_size * self.columns
+
+    @property
+    def stream(self) -> int:
+        """Tokens of the residual stream on one rank: with --sp a share, rounded up."""
+        return -(-self.tokens // self.tp) if self.sp else self.tokens
+
+    def describe(self) -> str:
+        words = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "cp") if getattr(self, name) > 1]
+        words += ["sp"] * self.sp + [f"zero {self.zero}"] * bool(self.zero)
+        words += ["recomputation"] * self.gradient_checkpointing
+        return ", ".join(words or ["one rank"]) + f", {self.microbatches} x {self.microbatch_size} rows a replica"
+
+
+# ---- the parameters of a rank ----
+
+def mesh_at(layout: Layout, stage: int = 0) -> Mesh:
+    """The mesh of the first rank of a stage, with groups of the right sizes that cannot communicate."""
+    def group(name: str, size: int, rank: int = 0) -> Group:
+        return Group(name, tuple(range(size)), rank)
+
+    return Mesh(layout.dp, layout.pp, layout.cp, layout.tp, pp_rank=stage, dp_group=group("dp", layout.dp),
+                pp_group=group("pp", layout.pp, stage), cp_group=group("cp", layout.cp),
+                tp_group=group("tp", layout.tp), data_group=group("dp_cp", layout.replicas))
+
+
+def local_model(config: ModelConfig, layout: Layout, stage: int = 0) -> Transformer:
+    """What the first rank of a stage would hold, on the meta device. No rank of that stage holds more.
+
+    The order is that of `parallel.layout.parallelize`. UserError: what does not divide, or does not go together.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to(getattr(torch, layout.dtype))
+    if layout.lora_rank:
+        add_lora(model, layout.lora_rank, generator=torch.Generator())
+    mesh = mesh_at(layout, stage)
+    keep_stage(model, mesh, layout)
+    tensor.shard(model, mesh, layout.sp)
+    context.attach(model, mesh, layout.context)
+    return zero.shard(model, mesh, layout.zero)
+
+
+def keep_stage(model: Transformer, mesh: Mesh, layout: Layout) -> None:
+    """`pipeline.split_stages`, which ends with a collective, without it."""
+    if mesh.pp == 1:
+        return
+    slices = pipeline.stage_layers(model.config, mesh.pp, layout.chunks)
+    model.pipeline = pipeline.Pipeline(mesh.pp_group, slices, layout.schedule, layout.chunks, 1)
+    here = {layer for number in model.pipeline.mine for layer in slices[number]}
+    first, last = mesh.pp_rank == 0, model.pipeline.is_last
+    for layer in {*range(len(model.layers))} - here:
+        model.layers[layer] = pipeline.Elsewhere()
+    for name, kept in (("embed_tokens", first or (last and model.config.tie_word_embeddings)),
+                       ("embed_positions", first), ("norm", last), ("lm_head", last)):
+        if hasattr(model, name) and not kept:
+            setattr(model, name, pipeline.Elsewhere())
+
+
+class Held(NamedTuple):
+    """Numbers (not bytes) that one rank holds, padding of ZeRO's slices included."""
+
+    trained: int  # as they are used
+    frozen: int
+    own_trained: int  # of which this rank owns, as ZeRO deals them out: a part of 1 / (dp cp), or all
+    own_frozen: int
+    unit: int  # of the largest trained unit (a block, or embedding with norm and head), 0 without ZeRO
+    root: int  # of the unit that is no block, trained or not
+    block: int  # of the largest block
+
+
+def held(model: Transformer) -> Held:
+    """Count the parameters of a rank, which `local_model` has cut."""
+    trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is kind) for kind in (True, False))
+    if not hasattr(model, "zero"):
+        return Held(trained, frozen, trained, frozen, 0, 0, 0)
+    units = model.zero.units
+    flats = [(number, flat.size, flat.size * flat.group.size, flat.shard.requires_grad)
+             for number, unit in units.items() for flat in unit]
+    trained = sum(whole for _, _, whole, grad in flats if grad)
+    own = sum(size for _, size, _, grad in flats if grad)
+    kept = sum(size for _, size, _, grad in flats if not grad)
+    of = {number: sum(whole for n, _, whole, _ in flats if n == number) for number in units}
+    largest = max((whole for _, _, whole, grad in flats if grad), default=0)
+    return Held(trained, frozen, own, kept if model.zero.stage == 3 else frozen, largest, of.pop(zero.ROOT, 0),
+                max(of.values(), default=0))
+
+
+def nf4_bytes(numbers: int) -> int:
+    """A matrix in NF4 (`nf4.py`): 4 bits a weight, 8 a block of 64, a float32 for 256 blocks, a mean and 16 levels."""
+    blocks = -(-numbers // 64)
+    return 32 * blocks + blocks + FLOAT * (1 + -(-blocks // 256) + 16)
+
+
+# ---- memory ----
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, at the fullest moment of an update."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0  # two averages and, below float32, master copies
+    activations: int = 0
+    head: int = 0  # a chunk of logits and its gradient; the head in float32, and its gradient
+    buffers: int = 0  # what ZeRO has on its way
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+def state_memory(trained: float, frozen: float = 0, own_trained: float | None = None, own_frozen: float | None = None,
+                 stage: int = 0, itemsize: int = 2) -> Memory:
+    """Parameters, gradients and optimizer of AdamW: in bfloat16 2 + 2 + 12 bytes a parameter, in float32 4 + 4 + 8.
+
+    The numbers that a rank uses and those that it owns (arXiv:1910.02054 figure 1), bytes out.
+    """
+    own_trained = trained if own_trained is None else own_trained
+    own_frozen = frozen if own_frozen is None else own_frozen
+    averages = 2 * max(itemsize, FLOAT) + (FLOAT if itemsize < FLOAT else 0)
+    parameters = own_trained + own_frozen if stage >= 3 else trained + frozen
+    return Memory(round(parameters * itemsize), round((own_trained if stage >= 2 else trained) * itemsize),
+                  round((own_trained if stage >= 1 else trained) * averages))
+
+
+def rank_memory(config: ModelConfig, layout: Layout, stage: int) -> Memory:
+    """The memory of the first rank of a stage."""
+    model = local_model(config, layout, stage)
+    count, quantised = held(model), 0
+    if layout.qlora:
+        linears = [module.weight.numel() for name, module in model.layers.named_modules()
+                   if isinstance(module, nn.Linear) and not module.weight.requires_grad]
+        quantised = sum(map(nf4_bytes, linears))
+        kept = count.frozen - sum(linears)
+        shared = kept // layout.replicas if layout.zero == 3 else kept
+        count = count._replace(frozen=kept, own_frozen=shared, block=0)
+    memory = state_memory(count.trained, count.frozen, count.own_trained, count.own_frozen, layout.zero,
+                          layout.itemsize)
+    gradients, buffers = memory.gradients, 0
+    if layout.zero >= 2 and layout.pp > 1:  # whole until the last microbatch, and then in slices besides
+        gradients += count.trained * layout.itemsize
+    if layout.zero:
+        buffers += 2 * count.unit  # one unit's gradients are found while another's are on their way
+    if layout.zero == 3:
+        buffers += count.root + 2 * count.block
+    activations, head = activation_memory(config, layout, model, stage)
+    return replace(memory, parameters=memory.parameters + quantised, gradients=gradients, activations=activations,
+                   head=head, buffers=buffers * layout.itemsize)
+
+
+def fullest(config: ModelConfig, layout: Layout) -> tuple[int, Memory]:
+    """The stage whose ranks need most, and what.
+
+    Of stages between the first and the last that have as many layers, the earliest keeps most microbatches.
+    """
+    slices = pipeline.stage_layers(config, layout.pp, layout.chunks)
+    kinds: dict[tuple, int] = {}
+    for stage in range(layout.pp):
+        layers = [len(slice_) for slice_ in slices[stage :: layout.pp]]
+        kinds.setdefault((*layers, stage == 0, stage == layout.pp - 1), stage)
+    found = [(stage, rank_memory(config, layout, stage)) for stage in kinds.values()]
+    return max(found, key=lambda each: each[1].total)
+
+
+def norm_bytes(config: ModelConfig, layout: Layout, size: int, count: int = 1) -> int:
+    """What a norm of `count` vectors of `size` keeps a token: its input and, to find the weight's gradient, its result
+    before the weight (`RMSNorm`: the input in float32, the result in the model's type); and a statistic."""
+    if config.norm == "layer":
+        return count * (size * layout.itemsize + 2 * layout.wide)
+    return count * (size * (layout.wide + layout.itemsize) + layout.wide)
+
+
+def block_bytes(config: ModelConfig, layout: Layout, heads: int, kv_heads: int, mlp: int) -> int:
+    """What autograd keeps of one block for one microbatch. heads, kv_heads, mlp: those on this rank.
+
+    a token, in numbers    two norms 2 (2 D + 1); inputs of q, k, v and of gate, up: 2 D; attention q, k, v, its
+    (float32, Llama)       result and logsumexp: (2 H + 2 K) E + H; gate, its activation, up, their product: 4 I
+                           6 D + 2 (H + K) E + 4 I + H + 2 in all
+
+    With tensor parallelism H, K and I are shares; with --sp so are the tokens of the norms, but not the inputs of the
+    matrices, which are gathered.
+    """
+    D, E, s = config.hidden_size, config.head_dim, layout.itemsize
+    norms = {"pre": 2, "post": 2, "both": 4}[config.norm_placement]
+    copies = key_copies(kv_heads, layout.cp) if layout.context == "ulysses" else 1
+    attention = (2 * heads + 2 * kv_heads * copies) * E * s + heads * layout.wide
+    if layout.cp > 1:
+        attention += heads * E * s  # the result once more, in the order in which the next matrix reads it
+    if config.qk_norm:
+        attention += norm_bytes(config, layout, E, heads + kv_heads)
+    if config.qk_norm_across_heads:
+        attention += norm_bytes(config, layout, (heads + kv_heads) * E) + layout.wide
+    return (layout.stream * norms * norm_bytes(config, layout, D)
+            + layout.tokens * (2 * D * s + attention + (4 if config.gated_mlp else 2) * mlp * s))
+
+
+def key_copies(kv_heads: int, ranks: int) -> int:
+    """In how many copies Ulysses sends key heads, so that they divide over the ranks."""
+    return lcm(kv_heads, ranks) // kv_heads
+
+
+def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, stage: int) -> tuple[int, int]:
+    """(what autograd keeps at the fullest moment, what the head needs while it works), bytes on a rank of a stage.
+
+    A pipeline keeps as many microbatches as its schedule has under way. With recomputation a block keeps its input
+    alone, and one block at a time is there in full.
+    """
+    D, s, wide = config.hidden_size, layout.itemsize, layout.wide
+    blocks = [block for block in model.layers if isinstance(block, Block)]
+    attention, up = blocks[0].self_attn, blocks[0].mlp.up_proj
+    block = block_bytes(config, layout, attention.heads, attention.kv_heads, getattr(up, "base", up).weight.shape[0])
+    kept = layout.stream * D * s if layout.gradient_checkpointing else block
+    live, last = 1, True  # slices of the stage that wait for their backward
+    layers, slices = len(blocks), 1
+    if layout.pp > 1:
+        slices, last = layout.chunks, stage == layout.pp - 1
+        live = simulate(layout.schedule, layout.pp, layout.microbatches, layout.chunks).peak[stage]
+        layers = max(len(model.pipeline.slices[number]) for number in model.pipeline.mine)
+    total = live * layers * kept + (block if layout.gradient_checkpointing else 0)
+    if not last:
+        return total, 0
+    V = model.head_weight.shape[0]
+    copy = 0 if s >= FLOAT else V * D * FLOAT  # the output matrix in float32 is an input of the head, and kept
+    total += -(-live // slices) * (layout.tokens * (norm_bytes(config, layout, D) + D * wide + wide + 8) + copy)
+    chunk = min(max(CHUNK_ROWS, CHUNK_LOGITS // V), layout.tokens)
+    gradient = V * D * wide if model.head_weight.requires_grad else 0
+    return total, 2 * chunk * V * wide + gradient
+
+
+def cache_bytes(config: ModelConfig, itemsize: int = 2, layers: int | None = None, kv_heads: int | None = None) -> int:
+    """The KV cache of one token: 2 x layers x key heads x head size numbers. Those of a rank, or of the model."""
+    layers = config.num_hidden_layers if layers is None else layers
+    return 2 * layers * (kv_heads or config.num_key_value_heads) * config.head_dim * itemsize
+
+
+def role_memory(config: ModelConfig, layout: Layout, rows: int, length: int) -> dict[str, int]:
+    """Bytes on the fullest rank of each model that RL needs, all in one layout; and of a rollout's cache.
+
+    rows, length : sampled at once by one replica, and the tokens of each; without a pipeline the ranks of cp share them
+    """
+    stage, policy = fullest(config, layout)
+    model = local_model(config, layout, stage)
+    blocks = [block for block in model.layers if isinstance(block, Block)]
+    frozen = 0 if layout.lora_rank else policy.parameters
+    cache = cache_bytes(config, layout.itemsize, len(blocks), blocks[0].self_attn.kv_heads)
+    return {"policy": policy.total, "critic": policy.total, "reference": frozen, "reward model": policy.parameters,
+            "KV cache": cache * -(-rows // layout.cp) * length}
+
+
+# ---- bytes on the way ----
+
+Traffic = dict[tuple[str, str], int]  # (operation, group) -> bytes, as the ledger of a rank counts them
+
+
+def add(*parts: Traffic) -> Traffic:
+    total: Traffic = {}
+    for part in parts:
+        for key, count in part.items():
+            total[key] = total.get(key, 0) + count
+    return {key: count for key, count in total.items() if count}
+
+
+def tensor_traffic(config: ModelConfig, layout: Layout, model: Transformer, stage: int) -> Traffic:
+    """Tensor parallelism, an update (`tensor.py`): each layer meets twice forward and twice backward.
+
+    With recomputation a block's forward collectives come again, but for the last: what lies behind is not needed.
+    """
+    if layout.tp == 1:
+        return {}
+    first, last = stage == 0, stage == layout.pp - 1
+    layers = sum(isinstance(block, Block) for block in model.layers)
+    again = layers * layout.gradient_checkpointing
+    # A frozen embedding wants no gradient, and so the first matrices that read it send none back.
+    frozen = first and layout.lora_rank > 0
+    size, M = config.hidden_size * layout.itemsize, layout.microbatches
+    if layout.sp:
+        whole = layout.stream * layout.tp * size  # what is gathered, and what is scattered
+        traffic = {("all_gather", "tp"): M * whole * (4 * layers + 2 * again + last + (first and not frozen)),
+                   ("reduce_scatter", "tp"): M * whole * (4 * layers + again + first - frozen),
+                   ("all_reduce", "tp"): M * layout.tokens * size * last}
+    else:
+        count = 4 * layers + again + first + last - frozen
+        traffic = {("all_reduce", "tp"): M * layout.tokens * size * count}
+    norms = (4 * layers + 2 * again) * config.qk_norm_across_heads * M * layout.tokens * layout.wide
+    head = 3 * last * M * layout.tokens * layout.wide  # a maximum, and two sums a token
+    return add(traffic, {("all_reduce", "tp"): norms + head + partial_bytes(layout, model)})
+
+
+def partial_bytes(layout: Layout, model: Transformer) -> int:
+    """Gradients of which the ranks of a tp group have parts (`placement.py`): once an update, or once a microbatch."""
+    numbers = 0
+    for p in model.parameters():
+        where = placement(p)
+        if p.requires_grad and (where.partial or where.copies > 1):
+            shape = list(p.shape)
+            if where.copies > 1:
+                shape[where.dim] = sum(where.sizes)
+            numbers += prod(shape)
+    return numbers * layout.itemsize * (layout.microbatches if layout.zero >= 2 and layout.pp == 1 else 1)
+
+
+def data_traffic(layout: Layout, count: Held) -> Traffic:
+    """Data parallelism and ZeRO, an update with its optimizer step (`data.py`, `zero.py`)."""
+    if layout.replicas == 1:
+        return {}
+    s, M = layout.itemsize, layout.microbatches
+    if layout.zero == 0:
+        return {("all_reduce", "dp_cp"): count.trained * s}
+    sums = M if layout.zero >= 2 and layout.pp == 1 else 1
+    traffic = {("reduce_scatter", "dp_cp"): sums * count.trained * s}
+    if layout.zero < 3:
+        return traffic | {("all_gather", "dp_cp"): count.trained * s}
+    whole = count.trained + count.own_frozen * layout.replicas
+    return traffic | {("all_gather", "dp_cp"): (2 * M * (whole - count.root) + count.root) * s}
+
+
+def pipeline_traffic(config: ModelConfig, layout: Layout, model: Transformer, stage: int) -> Traffic:
+    """What a stage sends, an update (`pipeline.py`): hidden states on, their gradients back."""
+    if layout.pp == 1:
+        return {}
+    slices, mine = len(model.pipeline.slices), model.pipeline.mine
+    borders = sum((number < slices - 1) + (number > 0) for number in mine)
+    sent = borders * layout.microbatches * layout.stream * config.hidden_size * layout.itemsize
+    if config.tie_word_embeddings and stage in (0, layout.pp - 1):
+        weight = model.embed_tokens.weight
+        sent += weight.numel() * layout.itemsize * weight.requires_grad
+    return {("send", "pp"): sent}
+
+
+def context_traffic(config: ModelConfig, layout: Layout, model: Transformer) -> Traffic:
+    """What a rank sends to bring keys and queries together, an update (`context.py`)."""
+    if layout.cp == 1:
+        return {}
+    blocks = [block for block in model.layers if isinstance(block, Block)]
+    heads, kv_heads = blocks[0].self_attn.heads, blocks[0].self_attn.kv_heads
+    passes, N = 1 + layout.gradient_checkpointing, layout.cp
+    head = layout.tokens * config.head_dim  # numbers of one head on this rank
+    if layout.context == "ring":
+        sent = (passes + 1) * (N - 1) * layout.itemsize + N * layout.wide  # k and v, and dk and dv
+        return {("send", "cp"): len(blocks) * layout.microbatches * 2 * kv_heads * head * sent}
+    moved = (2 * heads + 2 * kv_heads * key_copies(kv_heads, N)) * head * layout.itemsize
+    return {("all_to_all", "cp"): len(blocks) * layout.microbatches * (passes + 1) * moved}
+
+
+def traffic(config: ModelConfig, layout: Layout, stage: int = 0) -> Traffic:
+    """What the ledger of the first rank of a stage shows after one update, sums of a few numbers left out."""
+    model = local_model(config, layout, stage)
+    return add(tensor_traffic(config, layout, model, stage), data_traffic(layout, held(model)),
+               pipeline_traffic(config, layout, model, stage), context_traffic(config, layout, model))
+
+
+def on_wire(operation: str, size: int, count: int) -> int:
+    """Bytes that one of N ranks sends for a tensor of `count` bytes, with ring algorithms (`ring.py`).
+
+    all-reduce 2 (N - 1) / N, of which a reduce-scatter and an all-gather are half each; what is sent goes once
+    """
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(operation)
+    return count if share is None else round(count * share * (size - 1) / size)
+
+
+def wire(layout: Layout, sent: Traffic) -> dict[str, int]:
+    """Bytes on the wire of one rank, by group."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp_cp": layout.replicas}
+    total: dict[str, int] = {}
+    for (operation, group), count in sent.items():
+        total[group] = total.get(group, 0) + on_wire(operation, sizes[group], count)
+    return total
+
+
+# ---- time ----
+
+def parameter_count(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(config).parameters())
+
+
+def flops_per_token(parameters: int, recomputation: bool = False, lora: bool = False) -> int:
+    """6 N: 2 forward, 2 for the gradient of what a matrix reads and 2 for its own, which a frozen one does not need.
+    Recomputation does the forward twice: 8 N. Attention to long rows comes on top, and is left out."""
+    return (6 + 2 * recomputation - 2 * lora) * parameters
+
+
+def bubble(layout: Layout) -> float:
+    """The share of their time in which the stages stand idle, without the sends."""
+    return simulate(layout.schedule, layout.pp, layout.microbatches, layout.chunks).bubble
+
+
+def seconds(config: ModelConfig, layout: Layout, tokens: float, tflops: float, mfu: float) -> float:
+    """Time to train on so many tokens, where a GPU that works does mfu x tflops."""
+    work = flops_per_token(parameter_count(config), layout.gradient_checkpointing, layout.lora_rank > 0) * tokens
+    return work / (layout.size * tflops * 1e12 * mfu * (1 - bubble(layout)))
+
+
+# ---- which layout? ----
+
+def fits(memory: Memory, memory_gb: float) -> bool:
+    return memory.total <= (1 - SPARE) * memory_gb * 1e9
+
+
+def ladder(config: ModelConfig, start: Layout, memory_gb: float) -> Iterator[tuple[str, Layout, Memory]]:
+    """From a layout towards one that fits, a step at a time: (what was done, layout, memory), the start first.
+
+    What costs least comes first: recomputation and ZeRO-1; tensor parallelism inside a machine; pipeline stages;
+    context parallelism; the rest of the ranks is dp. At last ZeRO-3, with no pipeline. The number of ranks stays, as
+    long as there are replicas to take them from. A step that frees less than a twentieth is taken back.
+    """
+    now, memory = start, fullest(config, start)[1]
+    yield "as asked", now, memory
+
+    def steps() -> Iterator[tuple[str, dict]]:
+        if not now.gradient_checkpointing:
+            yield "recompute blocks", {"gradient_checkpointing": True}
+        if now.zero == 0 and now.replicas > 1:
+            yield "ZeRO-1", {"zero": 1}
+        for axis, most in (("tp", NODE), ("pp", config.num_hidden_layers), ("cp", 64)):
+            while getattr(now, axis) * 2 <= most:
+                size, before = 2 * getattr(now, axis), now
+                yield f"{axis} {size}", {axis: size, "sp": now.sp or axis == "tp",
+                                         "dp": now.dp // 2 if now.dp % 2 == 0 else now.dp}
+                if now is before:  # it did not help, or is not possible
+                    break
+        if now.zero < 3:
+            yield "ZeRO-3, no pipeline", {"zero": 3, "dp": now.dp * now.pp, "pp": 1, "schedule": "1f1b", "chunks": 1}
+
+    for name, changes in steps():
+        if fits(memory, memory_gb):
+            return
+        try:
+            found = replace(now, **changes)
+            needs = fullest(config, found)[1]
+        except UserError:
+            continue
+        if needs.total <= 0.95 * memory.total:
+            now, memory = found, needs
+            yield name, now, memory
+
+
+def recommend(config: ModelConfig, layout: Layout, gpus: int, memory_gb: float) -> tuple[Layout, Memory]:
+    """The first layout of the ladder that fits so many GPUs. UserError: none does.
+
+    Of `layout` the work counts (rows, length, dtype, adapters), not the sizes. UserError, too: its rows do not divide.
+    """
+    start = replace(layout, dp=gpus, tp=1, pp=1, cp=1, sp=False, zero=0, schedule="1f1b", chunks=1, rows_per_step=0)
+    for _, found, memory in ladder(config, start, memory_gb):
+        if fits(memory, memory_gb) and found.size <= gpus:
+            return replace(found, rows_per_step=layout.rows_per_step), memory
+    raise UserError(f"no layout of {gpus} GPUs with {memory_gb:g} GB fits; {found.size} ranks need {gb(memory.total)} "
+                    f"GB each ({found.describe()}): use more GPUs, shorter rows, or --lora-rank 16")
+
+
+# ---- the command line ----
+
+@dataclass(frozen=True)
+class Config(Layout):
+    # model
+    model: str = "llama-3.1-8b"  # toy, qwen3-0.6b, qwen3-4b, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, or a folder
+    # hardware
+    gpus: int = 0  # look for a layout of so many; 0: the layout as given
+    memory_gb: float = 80.0  # of a GPU
+    tflops: float = 989.0  # of a GPU, at best (H100, bfloat16, dense)
+    mfu: float = 0.4  # the share of it that is reached while a GPU works; a pipeline's bubble comes on top
+    # what for
+    train_tokens: float = 1e9  # tokens to train on
+    rollout_rows: int = 64  # rows that a replica samples at once
+    rollout_length: int = 0  # their length; 0: --sequence-length
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "memory_gb", "tflops", "mfu", "train_tokens", "rollout_rows")
+        check_not_negative(self, "gpus", "rollout_length")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**{field.name: getattr(self, field.name) for field in fields(Layout)})
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.3g}" if count < 1e9 else f"{count / 1e9:.1f}"
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as they must be; the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                          zip(row[1:], widths[1:], strict=True))]) for row in rows)
+
+
+def memory_table(config: ModelConfig, layout: Layout) -> str:
+    """Training all weights, with LoRA, with QLoRA; each with and without recomputation. GB on the fullest rank."""
+    rank = layout.lora_rank or 16
+    kinds = [("all weights", {"lora_rank": 0, "qlora": False}), (f"LoRA {rank}", {"lora_rank": rank, "qlora": False})]
+    if layout.tp == 1:
+        kinds.append((f"QLoRA {rank}", {"lora_rank": rank, "qlora": True}))
+    rows = [("GB on the fullest rank", *(part.name for part in fields(Memory)), "total")]
+    for name, kind in kinds:
+        for recompute in (False, True):
+            memory = fullest(config, replace(layout, **kind, gradient_checkpointing=recompute))[1]
+            rows.append((name + ", recomputation" * recompute,
+                         *(gb(getattr(memory, part.name)) for part in fields(Memory)), gb(memory.total)))
+    return table(rows)
+
+
+def traffic_table(layout: Layout, sent: Traffic) -> str:
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp_cp": layout.replicas}
+    rows = [("GB an update", "group", "ranks", "tensors", "on the wire")]
+    rows += [(operation, group, str(sizes[group]), gb(count), gb(on_wire(operation, sizes[group], count)))
+             for (operation, group), count in sorted(sent.items())]
+    return table(rows)
+
+
+def open_shape(name: str) -> ModelConfig:
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_dir():
+        raise UserError(f"--model {name} is neither a folder nor one of {', '.join(SHAPES)}")
+    return read_model_config(name)
+
+
+def duration(count: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if count >= 2 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.1f} seconds"
+
+
+def main(config: Config) -> None:
+    shape, layout = open_shape(config.model), config.layout
+    if config.gpus:
+        layout, _ = recommend(shape, layout, config.gpus, config.memory_gb)
+    stage, memory = fullest(shape, layout)
+    count = parameter_count(shape)
+    print(f"{config.model}: {count:,} parameters on {layout.size} rank{'s' * (layout.size > 1)}: {layout.describe()}")
+    one = held(local_model(shape, layout, stage))
+    print(f"fullest rank (stage {stage}): {one.trained + one.frozen:,} parameters, {one.own_trained:,} of which it "
+          "trains itself")
+    print("\n" + memory_table(shape, layout))
+    roles = role_memory(shape, layout, config.rollout_rows, config.rollout_length or config.sequence_length)
+    print("\n" + table([("RL, GB a rank", *roles), ("", *map(gb, roles.values()))]))
+    sent = traffic(shape, layout, stage)
+    print("\n" + (traffic_table(layout, sent) if sent else "one rank sends nothing"))
+    if layout.pp > 1:
+        print(f"\npipeline: idle {bubble(layout):.1%} of the time")
+        if layout.pp <= GANTT_STAGES and layout.microbatches <= GANTT_MICROBATCHES:
+            print(gantt(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+    step = layout.rows * layout.sequence_length
+    times = [seconds(shape, layout, tokens, config.tflops, config.mfu) for tokens in (step, config.train_tokens)]
+    print(f"\n{step:,} tokens an update: {duration(times[0])}; {config.train_tokens:.3g} tokens: {duration(times[1])} "
+          f"({layout.size} x {config.tflops:g} TFLOP/s x {config.mfu:g})")
+    if fits(memory, config.memory_gb):
+        print(f"fits: {gb(memory.total)} of {config.memory_gb:g} GB, {SPARE:.0%} of which stay free")
+        return
+    print(f"does not fit: {gb(memory.total)} of {config.memory_gb:g} GB, {SPARE:.0%} of which stay free. What to "
+          "change, in this order:")
+    steps = list(ladder(shape, layout, config.memory_gb))[1:]
+    for name, found, needs in steps:
+        print(f"  {name:20} {gb(needs.total):>6} GB   on {found.size}: {found.describe()}")
+    if not steps or not fits(steps[-1][2], config.memory_gb):
+        print("  and then: shorter rows, smaller microbatches, or --lora-rank 16")
+
+
+if __name__ == "__main__":
+    run(main, Config, description=__doc__)
