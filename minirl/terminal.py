@@ -59,7 +59,7 @@ class Row:
     def __init__(self, model: Transformer, tokens: list[int]):
         self.model, self.tokens, self.seen = model, tokens, 0
         self.device = model.head_weight.device
-        self.cache = KVCache(model.config, 1, 0, model.head_weight.dtype, self.device)
+        self.cache = KVCache(model, 1, 0)
 
     @torch.inference_mode()
     def sample(self, ends: set[int], config: Config) -> Iterator[int]:
