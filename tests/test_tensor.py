@@ -7,6 +7,7 @@
 """
 
 import importlib.util
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,10 @@ def loss_of(model: Transformer, documents: bool = True) -> torch.Tensor:
     return (weights[0] * out.logprobs + weights[1] * out.entropy).sum()
 
 
+def close(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 1e-9) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit, msg=lambda text: f"{what}: {text}")
+
+
 def gathered(model: Transformer, group: Group, of=lambda p: p.detach()) -> dict[str, torch.Tensor]:
     return {name: whole(of(p), placement(p), group).clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -113,8 +118,7 @@ def parity(names: list[str], layouts: list[tuple[int, bool]], meshes: dict[int, 
                 for mine, other in zip(ours, theirs, strict=True):
                     assert mine.keys() == other.keys()
                     for key in mine:
-                        torch.testing.assert_close(mine[key], other[key], rtol=1e-9, atol=1e-9,
-                                                   msg=lambda m: f"{where}, step {step}, {key}: {m}")  # noqa: B023
+                        close(mine[key], other[key], f"{where}, step {step}, {key}")
             for key, p in model.named_parameters():  # what all have must be equal to the bit, or they would drift apart
                 if placement(p).dim is None:
                     assert (all_gather(p.detach()[None], mesh.tp_group) == p).all(), f"{where}, {key}"
@@ -123,38 +127,40 @@ def parity(names: list[str], layouts: list[tuple[int, bool]], meshes: dict[int, 
 # ------------------------------------------------------------------ what travels
 
 
-def traffic(config: ModelConfig, rows: int, columns: int, size: int, sequence: bool) -> tuple[dict, dict]:
-    """The formula of tensor.py for a forward and backward of token_logprobs with entropy: calls, bytes of float64."""
-    L, count, D, N = config.num_hidden_layers, rows * columns, config.hidden_size, size
+def traffic(config: ModelConfig, count: int, size: int, sequence: bool, again: bool) -> tuple[dict, dict]:
+    """The formula of tensor.py for a forward and backward of token_logprobs with entropy: calls, bytes of float64.
+
+    count : B T tokens; again : with gradient checkpointing
+    """
+    L, D, N = config.num_hidden_layers, config.hidden_size, size
     layer = (-(-count // N) * N if sequence else count) * D
+    last = again and config.norm_placement != "pre"  # the norm needs the last sum of the block again
     calls = {"all_reduce": [count, 3 * count, count * D]}  # log-probs: maximum, sums; gradient of hidden
     if config.qk_norm_across_heads:
-        calls["all_reduce"] += [count] * (4 * L)
+        calls["all_reduce"] += [count] * (4 + 2 * again) * L
     if sequence:
-        calls |= {"all_gather": [layer] * (4 * L + 2), "reduce_scatter": [layer] * (4 * L + 1)}
+        calls["all_gather"] = [layer] * ((4 + 2 * again) * L + 2)
+        calls["reduce_scatter"] = [layer] * ((4 + again + last) * L + 1)
     else:
-        calls["all_reduce"] += [layer] * (4 * L + 1)
+        calls["all_reduce"] += [layer] * ((4 + again + last) * L + 1)
     return ({(op, "tp"): len(sizes) for op, sizes in calls.items()},
             {(op, "tp"): 8 * sum(sizes) for op, sizes in calls.items()})
 
 
 def ledgers(mesh: Mesh) -> None:
     """What travels is what the formula says, to the byte; and the one all-reduce of an update."""
-    for name in ("llama", "olmo2"):
-        for sequence in (False, True):
-            model = shard(build(MODELS[name]), mesh, sequence)
-            shapes = []
-            model.layers[1].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))  # noqa: B023
-            mesh.ledger.clear()
-            loss_of(model).backward()
-            assert shapes == [(1, 17, 16) if sequence else (3, 11, 16)]
-            calls, sizes = traffic(MODELS[name], 3, 11, mesh.tp, sequence)
-            assert mesh.ledger.calls == calls, (name, sequence, mesh.ledger.calls, calls)
-            assert mesh.ledger.bytes == sizes, (name, sequence)
-            mesh.ledger.clear()
-            sum_partial_gradients(model, mesh.tp_group)
-            norms = 2 * 2 * 16 if sequence else 0  # two norms a block, of 16 numbers
-            assert mesh.ledger.bytes == ({("all_reduce", "tp"): 8 * norms} if norms else {})
+    for name, sequence, again in itertools.product(("llama", "olmo2"), (False, True), (False, True)):
+        model, shapes = shard(build(MODELS[name]), mesh, sequence), set()
+        model.gradient_checkpointing = again
+        model.layers[1].register_forward_pre_hook(lambda _, args, shapes=shapes: shapes.add(args[0].shape))
+        mesh.ledger.clear()
+        loss_of(model).backward()
+        assert shapes == {(1, 17, 16) if sequence else (3, 11, 16)}
+        assert (mesh.ledger.calls, mesh.ledger.bytes) == traffic(MODELS[name], 33, 2, sequence, again), (name, sequence)
+        mesh.ledger.clear()
+        sum_partial_gradients(model, mesh.tp_group)
+        norms = 2 * 2 * 16 if sequence else 0  # two norms a block, of 16 numbers
+        assert mesh.ledger.bytes == ({("all_reduce", "tp"): 8 * norms} if norms else {})
 
 
 # ------------------------------------------------------------------ sampling
@@ -175,7 +181,7 @@ def draws(mesh: Mesh, sequence: bool, name: str, options: dict) -> None:
     theirs, ours = (generate(m, prompts, tokenizer, group_size=3, max_new_tokens=8, seed=3, max_rows=7, **options)
                     for m in (alone, model))
     assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.finished, theirs.finished)
-    torch.testing.assert_close(ours.old_logprobs, theirs.old_logprobs, rtol=1e-12, atol=1e-12)
+    close(ours.old_logprobs, theirs.old_logprobs, name, 1e-12)
     if options.get("temperature"):
         ratio = (token_logprobs(model, ours.tokens, 0.8) - ours.old_logprobs)[ours.action_mask].exp()
         assert float((ratio - 1).abs().max()) < 1e-12
@@ -195,7 +201,7 @@ def words(mesh: Mesh) -> None:
     for temperature in (1.0, 0.6, 0.0):
         theirs, ours = sample(logits, u, temperature), sample(logits[:, mine], u, temperature, vocab=vocab)
         assert torch.equal(ours[0], theirs[0]), temperature
-        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-12, atol=1e-12)
+        close(ours[1], theirs[1], f"temperature {temperature}", 1e-12)
     theirs, ours = sample(logits.float(), u), sample(logits[:, mine].float(), u, vocab=vocab)
     assert ours[1].dtype == torch.float32 and (ours[0] != theirs[0]).float().mean() < 0.01
     # T01: 10 words over 4 ranks, all alike. Rows that fill up a shard would make it ln 12.
@@ -204,8 +210,8 @@ def words(mesh: Mesh) -> None:
         ten.embed_tokens.weight.zero_()
     tokens, _ = batch(ten.config)
     out = token_logprobs(ten, tokens, entropy=True)
-    torch.testing.assert_close(out.logprobs, torch.full_like(out.logprobs, -math.log(10)))
-    torch.testing.assert_close(out.entropy, torch.full_like(out.entropy, math.log(10)))
+    close(out.logprobs, torch.full_like(out.logprobs, -math.log(10)), "10 words")
+    close(out.entropy, torch.full_like(out.entropy, math.log(10)), "10 words")
     u = torch.arange(100, dtype=torch.float64) / 100
     drawn, _ = sample(torch.zeros(100, ten.vocab.sizes[mesh.tp_rank], dtype=torch.float64), u, vocab=ten.vocab)
     assert drawn.tolist() == [i // 10 for i in range(100)]
@@ -231,8 +237,7 @@ def replicas(mesh: Mesh) -> None:
     ours = forward_backward(model, rows.microbatches(1), loss_fn, mesh, 0.7)
     assert ours == pytest.approx(theirs, rel=1e-9)
     for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad, placement(mine), mesh.tp_group), other.grad, rtol=1e-9, atol=1e-9,
-                                   msg=lambda m: f"{name}: {m}")  # noqa: B023
+        close(whole(mine.grad, placement(mine), mesh.tp_group), other.grad, name)
 
 
 def adapted(mesh: Mesh, sequence: bool) -> None:
@@ -254,9 +259,9 @@ def adapted(mesh: Mesh, sequence: bool) -> None:
     for mine, other in zip(sum(ours, ()), sum(theirs, ()), strict=True):
         assert mine.keys() == other.keys()
         for key in mine:
-            torch.testing.assert_close(mine[key], other[key], rtol=1e-9, atol=1e-9, msg=lambda m: f"{key}: {m}")  # noqa: B023
+            close(mine[key], other[key], key)
     with adapters_off(alone), adapters_off(model):
-        torch.testing.assert_close(loss_of(model), loss_of(alone), rtol=1e-9, atol=1e-9)
+        close(loss_of(model), loss_of(alone), "the base")
 
 
 def real(mesh: Mesh, folder) -> None:
@@ -264,13 +269,12 @@ def real(mesh: Mesh, folder) -> None:
     alone, model = load_model(folder, torch.float64), shard(load_model(folder, torch.float64), mesh, sequence=True)
     tokens = torch.randint(512, (2, 30), generator=torch.Generator().manual_seed(8))
     theirs, ours = (token_logprobs(m, tokens, 0.9) for m in (alone, model))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    close(ours, theirs, "log-probs")
     theirs.mean().backward()
     ours.mean().backward()
     sum_partial_gradients(model, mesh.tp_group)
     for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad, placement(mine), mesh.tp_group), other.grad, rtol=1e-9, atol=1e-9,
-                                   msg=lambda m: f"{name}: {m}")  # noqa: B023
+        close(whole(mine.grad, placement(mine), mesh.tp_group), other.grad, name)
 
 
 def everything(names: list[str], folder) -> None:

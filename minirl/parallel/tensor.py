@@ -18,15 +18,16 @@ The embedding is cut by words. A rank looks up those that it has, the others are
 output matrix is cut by words as well; `linear_logprob` and `sample` exchange a few numbers a token, and no rank ever
 has all the logits.
 
-What travels on one rank, forward and backward of L blocks; a "layer" is B T D numbers, where `sequence` rounds B T up
-to a multiple of N:
+What a rank sends for L blocks, in units of a "layer": B T D numbers, where `sequence` rounds B T up to a multiple of N.
 
-                      all-reduce                         all-gather      reduce-scatter
-    without           2 L + 1 layers, and 2 L + 1        .               .
-    with `sequence`   1 backward                         2 L + 1, 2 L + 1    2 L + 1, 2 L
-    either            log-probs: forward B T, and 2 B T (3 B T with entropy) numbers of float32 or wider
-                      norms across heads (OLMo 2): 2 L forward and 2 L backward, of B T numbers
-                      once an update: the partial gradients (see `placement.py`)
+                 all-reduce        with `sequence`:  all-gather    reduce-scatter    all-reduce
+    forward      2 L + 1                             2 L + 1       2 L + 1           .
+    backward     2 L + 1                             2 L + 1       2 L               1
+
+And small things: log-probs all-reduce B T and then 2 B T numbers (with entropy 3 B T) of float32 or wider; norms across
+heads (OLMo 2) all-reduce B T numbers, 2 L times forward and 2 L times backward; an update all-reduces the partial
+gradients once (`placement.py`). Gradient checkpointing repeats what a block sends forward, but for the very last where
+no norm follows.
 
 A model is sharded in place, with hooks and a few subclasses: `model.py` knows nothing of it, and parameters keep their
 names. Each says in its `placement` what a rank has of it.
