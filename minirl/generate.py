@@ -145,13 +145,13 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
                      cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
     """
-    context, device = policy.config.context, policy.head_weight.device
+    context, device = policy.config.context, policy.device
     check_prompts(prompts, context)
     check_options(temperature, top_k, top_p, max_new_tokens=max_new_tokens, group_size=group_size, max_rows=max_rows)
     if first_id % group_size:
         raise UserError(f"first_id {first_id} is not a multiple of group_size {group_size}: groups would mix prompts")
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    wide = torch.float64 if policy.head_weight.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
     tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
     turns = Turns(tapes, tokenizer, StopStrings(stop, tokenizer, policy.config.vocab_size, device), respond,
                   max_new_tokens, context)
@@ -165,9 +165,10 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
             if waiting and room > 0:
                 batch.admit(waiting[:room], group_size)
                 waiting = waiting[room:]
-            logits = batch.decode()  # (R, V)
+            logits = batch.decode()  # (R, V), or None where another stage of a pipeline has the head
             noise = draw(streams[batch.rows], batch.seen)  # (R,)
-            tokens, logprobs = sample(logits, noise, temperature, top_k, top_p)
+            drawn = None if logits is None else sample(logits, noise, temperature, top_k, top_p)
+            tokens, logprobs = policy.pipeline.drawn_by_last(drawn, noise) if policy.pipeline else drawn
             alive = batch.living()
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
             batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
@@ -299,13 +300,13 @@ class Batch:
             self.slots = -(-slots // SLOTS) * SLOTS
             self.cache = self.cache.resize(self.slots)
 
-    def decode(self) -> Tensor:
-        """Feed the last token of every row; logits of the next: (R, V)."""
+    def decode(self) -> Tensor | None:
+        """Feed the last token of every row; logits of the next: (R, V). None on a stage without the head."""
         self._reserve(int(self.seen.max()) + 1)
         last = self.tapes.tokens[self.rows, self.seen]
         hidden = self.policy(last[:, None], self.seen[:, None], cache=self.cache)
         self.seen = self.seen + self.alive
-        return self.policy.logits(hidden[:, -1])
+        return self.policy.logits(hidden[:, -1]) if self.policy.has_head else None
 
     def living(self) -> Tensor | slice:
         """Which rows are not done: an index, or simply all."""

@@ -41,8 +41,21 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     cp_group    : the ranks that the columns are cut over (parallel/context.py); each has its own of the result
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
+    result = _logprobs_here(model, tokens, temperature, documents, entropy, cp_group)
+    if model.pipeline is None:
+        return result
+    return Output(*map(model.pipeline.from_last, result)) if entropy else model.pipeline.from_last(result)
+
+
+def _logprobs_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
+                   entropy: bool = False, cp_group: Group | None = None) -> Tensor | Output:
+    """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
     inputs, positions, documents, targets = shift(tokens, documents, cp_group)
-    return head_logprobs(model, model(inputs, positions, documents), targets, temperature, entropy)
+    hidden = model(inputs, positions, documents)  # (B, S, D)
+    if model.has_head:
+        return head_logprobs(model, hidden, targets, temperature, entropy)
+    zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return Output(zeros, zeros) if entropy else zeros
 
 
 def shift(tokens: Tensor, documents: Tensor | None = None,
@@ -66,7 +79,7 @@ def shift(tokens: Tensor, documents: Tensor | None = None,
 
 def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
                   entropy: bool = False) -> Tensor | Output:
-    """(B, S, D) of the last layer and (B, S) targets -> (B, S) nats, or an Output of two."""
+    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S), or an Output with the entropy."""
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping)
     return Output(*result) if entropy else result
@@ -84,7 +97,7 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
     logprobs = None
     for index in rollout.split(microbatch_size):
         part = rollout.rows(index)
-        piece = token_logprobs(model, part.tokens, temperature, cp_group=cp_group)
+        piece = _logprobs_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
         if cp_group is not None:
             from minirl.parallel.context import join
 
@@ -92,7 +105,7 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
         if logprobs is None:
             logprobs = piece.new_zeros(rollout.action_mask.shape)
         logprobs[index, : piece.shape[1]] = piece
-    return logprobs
+    return logprobs if model.pipeline is None else model.pipeline.from_last(logprobs)
 
 
 def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:

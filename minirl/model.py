@@ -376,11 +376,25 @@ class Transformer(nn.Module):
         self.repeats = config.num_attention_heads // config.num_key_value_heads  # query heads that share a key head
         self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
+        self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers
 
     @property
     def head_weight(self) -> Tensor:
         """(V, D), the output matrix: the embedding itself when the two are tied."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def has_head(self) -> bool:
+        """False on all stages of a pipeline but the last: there `forward` returns no final hidden states."""
+        return self.pipeline is None or self.pipeline.is_last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype  # of any: the stages of a pipeline have none in common
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -393,6 +407,8 @@ class Transformer(nn.Module):
         returns   : (B, T, D)
         """
         frames = self.frames(tokens, positions, documents, cache)
+        if self.pipeline is not None:
+            return self.pipeline.forward(self, tokens, frames, cache)
         return self.norm(self.run(self.embed(tokens, frames), frames, cache, range(len(self.layers))))
 
     def embed(self, tokens: Tensor, frames: list[Frame]) -> Tensor:
@@ -444,7 +460,7 @@ class Transformer(nn.Module):
     def frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                cache: KVCache | None) -> list[Frame]:
         """The frame of each layer; layers of one kind share theirs."""
-        config, T, dtype, repeats = self.config, tokens.shape[1], self.norm.weight.dtype, self.repeats
+        config, T, dtype, repeats = self.config, tokens.shape[1], self.dtype, self.repeats
         rotaries, windows = ({kind[i] for kind in self.kinds} for i in (0, 1))
         gaps = positions is not None  # given positions may lie further apart than T
         if positions is None:

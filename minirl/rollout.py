@@ -44,6 +44,7 @@ class Rollout:
     advantages: Tensor | None = None  # (B, 1) or (B, S)
     ref_logprobs: Tensor | None = None  # (B, S) nats
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
+    documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to
     row_tokens: Tensor | None = None  # (B,) int64: action tokens of the whole row, where there are only some columns
     texts: list[str] = field(default_factory=list)  # what followed the prompt, tool output included
     turns: list[list[Step]] = field(default_factory=list)  # the environment's replies
@@ -65,7 +66,7 @@ class Rollout:
         picked = {name: value[index] for name, value in self.tensors().items()}
         for name, value in picked.items():
             if value.dim() == 2 and value.shape[1] > 1:
-                picked[name] = value[:, : T if name == "tokens" else T - 1]
+                picked[name] = value[:, : T if name in ("tokens", "documents") else T - 1]
         order = index.tolist()
         return Rollout(**picked, texts=[self.texts[i] for i in order if self.texts],
                        turns=[self.turns[i] for i in order if self.turns])
@@ -118,7 +119,7 @@ class Rollout:
         joined = {}
         for name in parts[0].tensors():
             values = [getattr(part, name) for part in parts]
-            if name == "tokens":
+            if name in ("tokens", "documents"):
                 values = [F.pad(value, (0, T - value.shape[1])) for value in values]
             elif values[0].dim() == 2 and any(value.shape[1] > 1 for value in values):  # not (B, 1): one number a row
                 values = [F.pad(value, (0, T - 1 - value.shape[1])) for value in values]

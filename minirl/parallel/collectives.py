@@ -113,6 +113,24 @@ def ring_exchange(tensors: list[Tensor], group: Group) -> list[Tensor]:
     return received
 
 
+def start_exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]],
+                   group: Group) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Begin to send each tensor to a rank of the group, and to receive into each from one; nobody waits yet.
+
+    returns the works of the sends and of the receives. A tensor must be kept, and left alone, until its work is done.
+    """
+    if not sends and not receives:
+        return [], []
+    for x, _ in sends:
+        group.ledger.add("send", group.name, x)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, group.ranks[to], group.handle) for x, to in sends] +
+        [dist.P2POp(dist.irecv, x, group.ranks[source], group.handle) for x, source in receives])
+    if len(works) == 1:  # NCCL makes one of them all
+        works = works * (len(sends) + len(receives))
+    return works[: len(sends)], works[len(sends):]
+
+
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """What each rank has, in the order of the ranks: small things that can be pickled, such as names."""
     values = [value] * group.size

@@ -7,7 +7,7 @@ over ranks of means over microbatches would weigh a token by the company it happ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.pipeline import run_schedule, sum_tied_gradients
 from minirl.rollout import Rollout
 
 LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
@@ -48,17 +49,26 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
     entropy : whether out.entropy is wanted (it is None otherwise)
     returns : the stats of all microbatches and replicas, "loss" among them
     """
+    run = one_by_one if model.pipeline is None else run_schedule
     totals: dict[str, Tensor] = {}
-    for microbatch in microbatches:
-        out = token_logprobs(model, microbatch.tokens, temperature, entropy=entropy, cp_group=mesh.cp_group)
-        loss, stats = loss_fn(out if entropy else Output(out, None), cut_columns(microbatch, mesh))
-        loss.backward()
-        for name, value in {**stats, "loss": loss.detach()}.items():
+    for stats in run(model, microbatches, loss_fn, mesh, temperature, entropy):
+        for name, value in stats.items():
             value = value.double()
             old = totals.get(name, torch.zeros_like(value))
             totals[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
+    sum_tied_gradients(model)
     sum_gradients(model, mesh)
-    return reduce_stats(totals, mesh)
+    return gather_objects(reduce_stats(totals, mesh), mesh.pp_group)[-1]  # only the last stage of a pipeline has any
+
+
+def one_by_one(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh, temperature: float,
+               entropy: bool) -> Iterator[dict[str, Tensor]]:
+    """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
+    for microbatch in microbatches:
+        out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy, mesh.cp_group)
+        loss, stats = loss_fn(out if entropy else Output(out, None), cut_columns(microbatch, mesh))
+        loss.backward()
+        yield {**stats, "loss": loss.detach()}
 
 
 def sum_gradients(model: Transformer, mesh: Mesh) -> None:

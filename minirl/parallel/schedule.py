@@ -1,14 +1,15 @@
 """Pipeline schedules as data: who does what in which order. No process, no tensor; `pipeline.py` runs them.
 
 A model cut into stages is a production line. Stage p gets hidden states from p - 1, and p's gradients come back from
-p + 1. A microbatch is one piece on the line; with M of them the line fills, works, and empties again, and while it fills
-and empties stages stand idle: the bubble.
+p + 1. A microbatch is one piece on the line; with M of them the line fills, works, and empties again, and while it
+fills and empties stages stand idle: the bubble.
 
     gpipe         all forwards, then all backwards. Every stage keeps the activations of all M microbatches.
     1f1b          (arXiv:1806.03377) a stage begins its first backward as soon as it can and then alternates. The
                   bubble is the same, (P - 1) / (M + P - 1); stage p keeps at most P - p microbatches.
-    interleaved   (arXiv:2104.04473 section 2.2) every stage holds v thin slices of the model instead of a thick one: the line
-                  fills v times faster, bubble (P - 1) / (v M + P - 1); the price is v times the sends.
+    interleaved   (arXiv:2104.04473 section 2.2) every stage holds v thin slices of the model instead of a thick one.
+                  The line fills v times faster, bubble (P - 1) / (v M + P - 1); the price is v times the sends. It
+                  goes in rounds of P microbatches; if the last is not full, the bubble is a little larger.
 
     >>> print(gantt("1f1b", stages=4, microbatches=6))
     stage 0  abcd......AAeBBfCC.DD.EE.FF
@@ -40,16 +41,12 @@ class Op(NamedTuple):
 def schedule(kind: Kind, stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Op]:
     """The operations of one stage, in order.
 
-    UserError: an unknown kind; several chunks without "interleaved"; "interleaved" with microbatches that do not
-    come in rounds of `stages`.
+    UserError: an unknown kind; several chunks without "interleaved".
     """
     if kind not in KINDS:
         raise UserError(f"pipeline schedule {kind!r} is unknown: use one of {', '.join(KINDS)}")
     if kind != "interleaved" and chunks != 1:
         raise UserError(f"schedule {kind} has one slice a stage, not {chunks}: use interleaved")
-    if kind == "interleaved" and microbatches % stages:
-        raise UserError(f"schedule interleaved sends microbatches in rounds of {stages}, and {microbatches} of them do not "
-                        f"divide into such rounds: use a multiple of {stages}, or 1f1b")
     if kind == "interleaved":
         # Round by round: a round of `stages` microbatches through slice 0, then through slice 1, ...
         order = [(first + i, chunk) for first in range(0, microbatches, stages) for chunk in range(chunks)
@@ -63,8 +60,9 @@ def schedule(kind: Kind, stage: int, stages: int, microbatches: int, chunks: int
         warm_up = microbatches if kind == "gpipe" else stages - 1 - stage
     # Fill the line, then one forward and one backward in turn, then empty it.
     warm_up = min(warm_up, len(forwards))
-    turns = [op for pair in zip(forwards[warm_up:], backwards, strict=False) for op in pair]
-    return forwards[:warm_up] + turns + backwards[len(forwards) - warm_up:]
+    in_turn = [op for pair in zip(forwards[warm_up:], backwards, strict=False) for op in pair]
+    ops = forwards[:warm_up] + in_turn + backwards[len(forwards) - warm_up:]
+    return [op for op in ops if op.microbatch < microbatches]  # leaving out what nobody waits for keeps the order valid
 
 
 class Timeline(NamedTuple):
@@ -111,7 +109,7 @@ def simulate(kind: Kind, stages: int, microbatches: int, chunks: int = 1, forwar
         for *_, op in span:
             live.append(live[-1] + (1 if op.forward else -1))
         peak.append(max(live))
-    return Timeline(spans, makespan, 1 - busy / (stages * makespan), peak)
+    return Timeline(spans, makespan, 1 - busy / (stages * makespan) if busy else 0.0, peak)
 
 
 def needs(op: Op, stage: int, stages: int, chunks: int = 1) -> tuple[Op, int] | None:
@@ -126,6 +124,39 @@ def needs(op: Op, stage: int, stages: int, chunks: int = 1) -> tuple[Op, int] | 
     if slice_ == chunks * stages - 1:
         return Op(True, op.microbatch, op.chunk), stage
     return Op(False, op.microbatch, (slice_ + 1) // stages), (slice_ + 1) % stages
+
+
+class Turn(NamedTuple):
+    """What a stage does between two exchanges: an operation or none, then messages out and in."""
+
+    op: Op | None
+    to: int | None  # the stage that waits for the result; None: nobody else does
+    arrivals: list[tuple[Op, int]]  # operations of this stage whose input is made in this turn, and the stage that does
+
+
+def turns(kind: Kind, stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Turn]:
+    """The operations of one stage on a clock that all stages share, and who sends what to whom in which turn.
+
+    On this clock an operation takes one turn, and a message belongs to the turn that made it, on both ends. That
+    fixes an order of messages in which no two stages wait for each other, whatever an operation costs on real
+    hardware: NCCL works off a rank's messages one after the other, and one order on each end would hang.
+    """
+    spans = simulate(kind, stages, microbatches, chunks, chunks, chunks).spans
+    began = {(op, at): round(start) for at, span in enumerate(spans) for start, _, op in span}
+    ops: dict[int, Op] = {}
+    to: dict[int, int] = {}
+    arrivals: dict[int, list[tuple[Op, int]]] = {}
+    for (op, at), turn in began.items():
+        if at == stage:
+            ops[turn] = op
+        source = needs(op, at, stages, chunks)
+        if source is None or source[1] == at:
+            continue
+        if source[1] == stage:
+            to[began[source]] = at
+        if at == stage:
+            arrivals.setdefault(began[source], []).append((op, source[1]))
+    return [Turn(ops.get(i), to.get(i), arrivals.get(i, [])) for i in range(max(began.values(), default=-1) + 1)]
 
 
 def gantt(kind: Kind, stages: int, microbatches: int, chunks: int = 1, backward: int = 2) -> str:
