@@ -1,5 +1,7 @@
 import math
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -152,3 +154,56 @@ def test_a_frozen_input_gets_no_gradient_and_a_row_without_upstream_gradient_non
     assert full[0][2:4].count_nonzero() == 0
     with torch.no_grad():
         assert not linear_logprob(hidden, weight, targets).requires_grad
+
+
+# ------------------------------------------------------------------ the vocabulary in shards
+
+
+def side_by_side(function, shards):
+    """function(shard, reduce) for every shard, each on a thread of its own, as on so many ranks."""
+    barrier, given = threading.Barrier(shards, timeout=10), [None] * shards
+
+    def of(shard):
+        def reduce(x, op):
+            given[shard] = x
+            barrier.wait()
+            parts = torch.stack(given)
+            barrier.wait()  # or a fast one would give its next before a slow one has read
+            return parts.sum(0) if op == "sum" else parts.amax(0)
+        return function(shard, reduce)
+
+    with ThreadPoolExecutor(shards) as pool:
+        return [*pool.map(of, range(shards))]
+
+
+def sharded(hidden, weight, targets, sizes, **options):
+    starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
+    return side_by_side(lambda shard, reduce: linear_logprob(
+        hidden, weight[starts[shard] : starts[shard] + sizes[shard]], targets, start=starts[shard], reduce=reduce,
+        **options), len(sizes))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("sizes", [(5, 5), (4, 3, 3, 1), (1, 1), (3, 600)])
+def test_shards_of_the_vocabulary_give_the_plain_formula(sizes, softcap):
+    hidden, weight, targets = problem(6, sum(sizes))
+    upstream = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs = plain(hidden, weight, targets, 0.7, softcap)
+    total = lambda out: (out[0] * upstream[0] + out[1] * upstream[1]).sum()
+    shards = sharded(hidden, weight, targets, sizes, temperature=0.7, entropy=True, softcap=softcap)
+    for ours in shards:
+        assert_close(ours, theirs)
+    # Of the sum over the shards: each gives its part of the gradient of hidden, and that of its own words.
+    assert_close(grads(sum(map(total, shards)), hidden, weight), grads(total(theirs), hidden, weight))
+    alone = sharded(hidden, weight, targets, sizes)
+    assert_close(alone[0], linear_logprob(hidden, weight, targets))
+
+
+def test_a_shard_whose_words_all_have_probability_zero():
+    logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])[:, None].requires_grad_()
+    for target, expected in ((0, -math.log(2)), (3, -math.inf)):
+        shards = sharded(torch.ones(1, 1), logits, torch.tensor([target]), (2, 2), entropy=True)
+        for logprob, entropy in shards:
+            assert logprob.item() == pytest.approx(expected) and entropy.item() == pytest.approx(math.log(2))
+        grad, = grads(sum(logprob + entropy for logprob, entropy in shards).sum(), logits)
+        assert grad.isfinite().all()
