@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from minirl.config import UserError
 from minirl.model import KVCache, Transformer
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minirl.parallel.tensor import Vocabulary
 
 # ------------------------------------------------------------------ one token
 
@@ -76,11 +80,20 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     layouts. Blocks are summed first and only the block that contains u is walked, which reads V numbers once
     instead of writing V partial sums.
     """
-    B, V = probs.shape
-    blocks = torch.nn.functional.pad(probs, (0, -V % BLOCK)).view(B, -1, BLOCK)
-    totals = blocks.sum(-1, dtype=torch.float64)  # (B, blocks)
-    block, rest = _search(totals, u * totals.sum(-1))
-    inner = blocks[torch.arange(B, device=probs.device), block].double()  # (B, BLOCK)
+    blocks, totals = _blocks(probs)
+    return _walk(blocks, totals, u * totals.sum(-1))
+
+
+def _blocks(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, V) -> in blocks (B, blocks, BLOCK), and the sum of each, float64."""
+    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(probs), -1, BLOCK)
+    return blocks, blocks.sum(-1, dtype=torch.float64)
+
+
+def _walk(blocks: Tensor, totals: Tensor, target: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds target (B,)."""
+    block, rest = _search(totals, target)
+    inner = blocks[torch.arange(len(blocks), device=blocks.device), block].double()  # (B, BLOCK)
     return block * BLOCK + _search(inner, rest)[0]
 
 
@@ -94,16 +107,21 @@ def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], (target - before).clamp_min_(0)[:, 0]
 
 
-def sample(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0,
-           top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+           vocab: Vocabulary | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token a row, and its log-probability **under the distribution that was sampled**.
 
     logits  : (B, V); u: (B,) float64 in [0, 1)
+    vocab   : `policy.vocab`, if the words are spread over ranks and these are the logits of some
     returns : tokens (B,) int64, logprobs (B,) nats, float32 or wider
 
     Temperature 0 is greedy: the distribution is a point, the log-probability 0. top_k and top_p (arXiv:1904.09751)
     are for evaluation and chat: training cannot express them, see `token_logprobs`.
     """
+    if vocab is not None:
+        if not (top_k or top_p < 1):
+            return sample_sharded(logits, u, temperature, vocab)
+        logits = vocab.whole(logits)
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -112,6 +130,33 @@ def sample(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0,
         logprobs = _restrict(logprobs, top_k, top_p).log_softmax(-1)
     tokens = inverse_cdf(logprobs.exp(), u)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def sample_sharded(logits: Tensor, u: Tensor, temperature: float, vocab: Vocabulary) -> tuple[Tensor, Tensor]:
+    """`sample` where each rank of a group has the logits (B, V / N) of its own words; all of them return the same.
+
+    p(word) = p(shard) p(word | shard). The u of a row falls into the slice of one shard, and where in that slice says
+    which word: the draw is the one from the whole distribution. Two exchanges of two numbers a row, never the logits.
+    """
+    if temperature == 0:
+        best = logits.argmax(-1, keepdim=True)  # the first of equals, and so below
+        peaks, words = vocab.each(torch.cat((logits.gather(1, best), vocab.start + best), 1).double()).unbind(-1)
+        return words.gather(0, peaks.argmax(0)[None])[0].long(), logits.new_zeros(len(logits), dtype=torch.float32)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits / temperature
+    peak = logits.amax(-1, keepdim=True)
+    # On the shard's own scale: its largest is 1. (-inf - -inf is NaN: a shard of -inf, which is never chosen.)
+    blocks, totals = _blocks((logits - peak).exp().nan_to_num_(1.0))
+    peaks, masses = vocab.each(torch.cat((peak, totals.sum(-1, keepdim=True)), 1)).unbind(-1)  # (N, B) float64
+    top = peaks.amax(0)
+    masses = masses * (peaks - top).exp()  # the scale of all
+    total = masses.sum(0)
+    shard, rest = _search(masses.T.contiguous(), u * total)
+    mine = shard == vocab.group.rank
+    word = _walk(blocks, totals, (rest * (top - peak[:, 0]).exp()).where(mine, 0))
+    logprob = logits.gather(1, word[:, None])[:, 0] - top - total.log()
+    tokens, logprobs = vocab.reduce(torch.stack((vocab.start + word, logprob)).where(mine, 0), "sum")
+    return tokens.long(), logprobs.to(logits.dtype)
 
 
 def _restrict(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -167,7 +212,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
                 waiting = waiting[room:]
             logits = batch.decode()  # (R, V), or None where another stage of a pipeline has the head
             noise = draw(streams[batch.rows], batch.seen)  # (R,)
-            drawn = None if logits is None else sample(logits, noise, temperature, top_k, top_p)
+            drawn = None if logits is None else sample(logits, noise, temperature, top_k, top_p, policy.vocab)
             tokens, logprobs = policy.pipeline.drawn_by_last(drawn, noise) if policy.pipeline else drawn
             alive = batch.living()
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])

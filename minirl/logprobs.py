@@ -80,8 +80,11 @@ def shift(tokens: Tensor, documents: Tensor | None = None,
 def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
                   entropy: bool = False) -> Tensor | Output:
     """What the head makes of hidden states (B, S, D): log-probs of targets (B, S), or an Output with the entropy."""
+    shard = {}
+    if (vocab := model.vocab) is not None:  # some of the words are here, and so is a part of the gradient of hidden
+        hidden, shard = vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
-                            softcap=model.config.final_logit_softcapping)
+                            softcap=model.config.final_logit_softcapping, **shard)
     return Output(*result) if entropy else result
 
 

@@ -220,7 +220,7 @@ class Frame:
 
     cos: Tensor | None  # (B or 1, T, 1, R); None: nothing turns
     sin: Tensor | None  # (B or 1, T, 1, R); the first half negated, so that a rotation is x * cos + roll(x, R/2) * sin
-    positions: Tensor  # (B or 1, T)
+    positions: Tensor  # (B, T)
     mask: Tensor | None  # additive (B or 1, 1, T, T), or of `grouped_attention`; None: plain causal, or all seen
     start: int = 0  # slots start .. used - 1 of the cache are seen
     used: int = 0
@@ -374,6 +374,7 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.kinds = layer_kinds(config)
         self.repeats = config.num_attention_heads // config.num_key_value_heads  # query heads that share a key head
+        self.vocab = None  # under tensor parallelism: which words are here, and how to ask for the others
         self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
         self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers
@@ -431,6 +432,7 @@ class Transformer(nn.Module):
         """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.
 
         A bfloat16 logit near 20 is rounded by up to 0.06, and the first ratio of an update would be off by as much.
+        If the vocabulary is spread over ranks (`self.vocab`), these are the logits of the words that are here.
         """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logits = F.linear(hidden.to(dtype), self.head_weight.to(dtype))
@@ -485,6 +487,7 @@ class Transformer(nn.Module):
                 softcap = config.attn_logit_softcapping
                 sights[window] = None if plain and not softcap else causal_mask(
                     positions, documents, window, repeats if softcap else 1, dtype), 0, 0
+        positions = positions.expand(tokens.shape)
         frames = {kind: Frame(*turns[kind[0]], positions, *sights[kind[1]]) for kind in {*self.kinds}}
         return [frames[kind] for kind in self.kinds]
 

@@ -18,6 +18,7 @@ from minirl.parallel.collectives import MAX, all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.pipeline import run_schedule, sum_tied_gradients
+from minirl.parallel.placement import sum_partial_gradients
 from minirl.rollout import Rollout
 
 LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
@@ -72,11 +73,12 @@ def one_by_one(model: Transformer, microbatches: Iterable[Rollout], loss_fn: Los
 
 
 def sum_gradients(model: Transformer, mesh: Mesh) -> None:
-    """Add up the gradients of all replicas: one all-reduce over one flat buffer.
+    """Complete the gradients within a replica, then add up those of all replicas: one all-reduce over one flat buffer.
 
     A parameter that this rank's rows did not reach takes part with zeros; leaving it out would shift every number
     behind it, or hang the others.
     """
+    sum_partial_gradients(model, mesh.tp_group)
     if mesh.data_group.size == 1:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ class Placement:
     """How a parameter lies on the ranks of a tensor-parallel group."""
 
     dim: int | None = None  # cut along this dimension; None: every rank has all of it
-    sizes: tuple[int, ...] = ()  # of the parts, in order; they may differ, and be 0
+    sizes: tuple[int, ...] = ()  # of the parts, in order; they may differ
     copies: int = 1  # so many neighbours hold the same part (fewer key heads than ranks)
     partial: bool = False  # each rank's gradient is a part of the sum, although the parameter is whole
 
@@ -38,9 +38,8 @@ def placement(parameter: Tensor) -> Placement:
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` parts of a dimension, the first ones as large as the largest: 10 over 4 is 3, 3, 3, 1."""
-    largest = -(-length // parts)
-    return tuple(max(0, min(largest, length - part * largest)) for part in range(parts))
+    """Sizes of `parts` parts of a dimension, which differ by 1 at most: 10 over 4 is 3, 3, 2, 2. None is empty."""
+    return tuple((length + parts - 1 - part) // parts for part in range(parts))
 
 
 def cut(parameter: Tensor, where: Placement, group: Group) -> nn.Parameter:
