@@ -25,6 +25,7 @@ from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW
 from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.collectives import all_gather
+from minirl.parallel.context import attach
 from minirl.parallel.mesh import Group
 from minirl.parallel.placement import even_sizes, placement, sum_partial_gradients, whole
 from minirl.parallel.tensor import shard
@@ -222,7 +223,7 @@ def words(mesh: Mesh) -> None:
 
 
 def replicas(mesh: Mesh) -> None:
-    """dp 2 x tp 2: two replicas of two ranks each, through forward_backward."""
+    """dp 2 x tp 2 and cp 2 x tp 2, through forward_backward."""
     def loss_fn(out, mb):
         loss = (out.logprobs * mb.action_mask).sum() / 20
         return loss, {"tokens": mb.action_mask.sum()}
@@ -231,7 +232,7 @@ def replicas(mesh: Mesh) -> None:
     tokens = torch.cat((tokens, tokens.flip(1)[:1]))
     mask = torch.rand(4, 11, generator=torch.Generator().manual_seed(6)) < 0.5
     rollout = Rollout(tokens, mask, torch.full((4,), 12), torch.arange(4), torch.arange(4))
-    alone, model = build(QWEN3), shard(build(QWEN3), mesh, sequence=True)
+    alone, model = build(QWEN3), attach(shard(build(QWEN3), mesh, sequence=True), mesh)
     theirs = forward_backward(alone, rollout.microbatches(4), loss_fn, Mesh(), 0.7)
     rows = rollout.rows(torch.tensor([*mesh.share(4)]))
     ours = forward_backward(model, rows.microbatches(1), loss_fn, mesh, 0.7)
@@ -282,7 +283,8 @@ def everything(names: list[str], folder) -> None:
     meshes = {tp: init_mesh("cpu", dp=4 // tp, tp=tp) for tp in (2, 4)}
     parity(names, LAYOUTS, meshes)
     ledgers(meshes[2])
-    replicas(meshes[2])
+    for mesh in (meshes[2], init_mesh("cpu", dp=1, cp=2, tp=2)):
+        replicas(mesh)
     words(meshes[4])
     for tp, sequence, name, options in DRAWN:
         draws(meshes[tp], sequence, name, options)
