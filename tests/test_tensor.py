@@ -27,6 +27,7 @@ from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.collectives import all_gather
 from minirl.parallel.context import attach
 from minirl.parallel.mesh import Group
+from minirl.parallel.pipeline import split_stages
 from minirl.parallel.placement import even_sizes, placement, sum_partial_gradients, whole
 from minirl.parallel.tensor import shard
 from minirl.rollout import Rollout
@@ -222,23 +223,29 @@ def words(mesh: Mesh) -> None:
 # ------------------------------------------------------------------ with others
 
 
-def replicas(mesh: Mesh) -> None:
-    """dp 2 x tp 2 and cp 2 x tp 2, through forward_backward."""
+def with_others(mesh: Mesh) -> None:
+    """tp 2 with replicas, stages or columns of rows: an update through forward_backward, and samples."""
     def loss_fn(out, mb):
         loss = (out.logprobs * mb.action_mask).sum() / 20
         return loss, {"tokens": mb.action_mask.sum()}
 
-    tokens, _ = batch(QWEN3, rows=3)
+    tokens, _ = batch(LLAMA)
     tokens = torch.cat((tokens, tokens.flip(1)[:1]))
     mask = torch.rand(4, 11, generator=torch.Generator().manual_seed(6)) < 0.5
     rollout = Rollout(tokens, mask, torch.full((4,), 12), torch.arange(4), torch.arange(4))
-    alone, model = build(QWEN3), attach(shard(build(QWEN3), mesh, sequence=True), mesh)
+    alone = build(LLAMA)
+    model = attach(shard(split_stages(build(LLAMA), mesh, sequence=True), mesh, sequence=True), mesh)
     theirs = forward_backward(alone, rollout.microbatches(4), loss_fn, Mesh(), 0.7)
     rows = rollout.rows(torch.tensor([*mesh.share(4)]))
     ours = forward_backward(model, rows.microbatches(1), loss_fn, mesh, 0.7)
     assert ours == pytest.approx(theirs, rel=1e-9)
-    for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        close(whole(mine.grad, placement(mine), mesh.tp_group), other.grad, name)
+    others = dict(alone.named_parameters())
+    for name, mine in model.named_parameters():
+        close(whole(mine.grad, placement(mine), mesh.tp_group), others[name].grad, name)
+    tokenizer = Pieces(*map(chr, range(256)))
+    theirs, ours = (generate(m, [[1], [2, 3]], tokenizer, group_size=2, max_new_tokens=4) for m in (alone, model))
+    assert torch.equal(ours.tokens, theirs.tokens)
+    close(ours.old_logprobs, theirs.old_logprobs, "sampled", 1e-12)
 
 
 def adapted(mesh: Mesh, sequence: bool) -> None:
@@ -283,8 +290,8 @@ def everything(names: list[str], folder) -> None:
     meshes = {tp: init_mesh("cpu", dp=4 // tp, tp=tp) for tp in (2, 4)}
     parity(names, LAYOUTS, meshes)
     ledgers(meshes[2])
-    for mesh in (meshes[2], init_mesh("cpu", dp=1, cp=2, tp=2)):
-        replicas(mesh)
+    for mesh in (meshes[2], init_mesh("cpu", dp=1, cp=2, tp=2), init_mesh("cpu", dp=1, pp=2, tp=2)):
+        with_others(mesh)
     words(meshes[4])
     for tp, sequence, name, options in DRAWN:
         draws(meshes[tp], sequence, name, options)
