@@ -39,9 +39,23 @@ class Odd(Transformer):
         super().__init__(config)
         self.spare = nn.Parameter(torch.empty(3, 1))  # row 0 alone has a loss on it
         self.layers[1].unused = nn.Parameter(torch.empty(7))
+        for number in (0, 2):
+            self.layers[number].mlp = Sometimes(self.layers[number].mlp, config.hidden_size)
         self.init_weights(torch.Generator().manual_seed(0))
         self.spare.data.fill_(1.0)
         self.layers[1].unused.data.fill_(1.0)
+
+
+class Sometimes(nn.Module):
+    """An MLP with an addition for some rows only, as an expert is."""
+
+    def __init__(self, mlp: nn.Module, size: int):
+        super().__init__()
+        self.mlp, self.extra = mlp, nn.Parameter(torch.empty(size))
+
+    def forward(self, x):
+        chosen = x[:, :1, :1] > 0.9  # (B, 1, 1)
+        return self.mlp(x) + chosen * self.extra if chosen.any() else self.mlp(x)
 
 
 class Adapted(nn.Module):
@@ -151,7 +165,8 @@ CASES = {  # name -> options of the model
     "lora recomputed": {"lora": True, "checkpointing": True}, "offloaded": {},
 }
 RUNS = {  # ranks -> (stage, case)
-    2: [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama"), (3, "qwen3"), (3, "recomputed"), (3, "lora recomputed"), (1, "offloaded")],
+    2: [*((stage, "llama") for stage in range(4)),
+        (3, "qwen3"), (3, "recomputed"), (3, "lora recomputed"), (1, "offloaded")],
     3: [(1, "llama"), (3, "llama")],
     4: [(0, "qwen3"), (1, "lora"), (2, "qwen3"), (3, "llama"), (3, "offloaded"), (3, "lora")],
 }
@@ -344,9 +359,9 @@ def test_bfloat16_weights_are_their_float32_masters_rounded_and_those_of_plain_d
             for name, weight in found["weights"].items():
                 master = found["state"][f"master.{name}"]
                 assert torch.equal(weight, master.bfloat16()), (stage, name)
-                # Steps of 1e-2 in the direction of a gradient that is rounded: 2^-8 of it, more where it is nearly 0.
+                # Three steps of 1e-2 each, along gradients that are summed in another order and rounded at each sum.
                 off = (master - plain["state"][f"master.{name}"]).abs()
-                assert off.median() < 1e-4 and off.max() < 3e-2, (stage, name)
+                assert off.median() < 1e-3 and off.max() < 3e-2, (stage, name)
 
 
 # ------------------------------------------------------------------ with tensor parallelism
@@ -367,7 +382,7 @@ def with_tensor_parallelism(stage: int) -> dict:
     def loss_fn(out, mb):
         attentions = [block.self_attn for block in model.layers]
         parts = sum(a.q_proj.weight.sum() + a.k_proj.weight.sum() for a in attentions) + model.norm.weight.sum()
-        return out.logprobs.sum() * 0 + parts * scale + model.layers[0].mlp.up_proj.weight.sum(), {}
+        return out.logprobs.sum() * 0 + parts * scale + model.layers[1].mlp.up_proj.weight.sum(), {}
 
     with gathered(model):  # the loss reads weights of the blocks
         forward_backward(model, mine.microbatches(1), loss_fn, mesh)
@@ -388,7 +403,7 @@ def test_the_norm_counts_every_number_once_over_tensor_parallel_ranks_and_slices
 
 
 def outside() -> list[str]:
-    """What a model in slices says to those who use it as a whole; and that it is whole where it should be."""
+    """What a model in slices says to those who use it as a whole."""
     mesh, said = init_mesh("cpu"), []
     config = ModelConfig(258, 8, 12, 2, 4, 2, max_position_embeddings=32)
     plain, model = (Transformer(config).init_weights(torch.Generator().manual_seed(0)) for _ in range(2))
@@ -420,8 +435,8 @@ def test_a_model_in_slices_says_so_and_is_whole_inside_gathered(together):
         "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank",
         "the model is sharded already, by ZeRO-3: load it anew to change that",
         "--zero 4 is unknown: use 0 (off), 1, 2 or 3"]
-    assert said[1][4:] == [f"optimizer state of {whose}, but this is rank 1 of 2: cut it anew with zero.merge_states and "
-                           "zero.cut_state" for whose in ("rank 0 of 3", "the whole model")]
+    assert said[1][4:] == [f"optimizer state of {whose}, but this is rank 1 of 2: cut it anew with zero.merge_states "
+                           "and zero.cut_state" for whose in ("rank 0 of 3", "the whole model")]
 
 
 # ------------------------------------------------------------------ states

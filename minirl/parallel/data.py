@@ -139,7 +139,7 @@ class Overlap:
     def __enter__(self) -> Overlap:
         self.armed, self.waits = False, []
         self.hooks = [p.register_post_accumulate_grad_hook(partial(self.arrived, bucket))
-                      for bucket in self.buckets for p in bucket.parameters]
+                      for bucket in self.buckets for p in bucket.parameters if self.mesh.size > 1]
         self.refill()
         return self
 
@@ -156,7 +156,7 @@ class Overlap:
 
         last : no later backward of this update reaches the same parameters
         """
-        self.armed = last and self.mesh.size > 1
+        self.armed = last
         torch.autograd.backward(tensor, grad)
         self.armed = False
 

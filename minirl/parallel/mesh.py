@@ -160,7 +160,8 @@ def _group(name: str, sizes: dict[str, int], along: tuple[str, ...], rank: int, 
     mine = Group(name, (rank,), ledger=ledger)
     for ranks in partners(sizes, along):
         if len(ranks) > 1:
-            whole = len(ranks) == prod(sizes.values())
+            # Gradients travel while other messages do: the ranks must not mistake one for the other.
+            whole = len(ranks) == prod(sizes.values()) and (name != "dp_cp" or sizes["cp"] == 1)
             handle = dist.group.WORLD if whole else dist.new_group(ranks, timeout=TIMEOUT)
             if rank in ranks:
                 mine = Group(name, ranks, ranks.index(rank), handle, ledger)

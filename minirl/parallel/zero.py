@@ -109,7 +109,7 @@ def span(offset: int, numel: int, size: int, rank: int) -> tuple[int, int]:
 
 
 class Piece(NamedTuple):
-    """What this rank owns of one parameter: numbers start .. stop of it, which are begin .. end of the slice."""
+    """What this rank owns of one parameter: numbers start .. stop of it, which begin at number `begin` of the slice."""
 
     flat: Flat
     start: int
@@ -126,16 +126,16 @@ class Piece(NamedTuple):
 
 
 class Flat(Bucket):
-    """Parameters of one dtype as one vector, of which the parameters become views.
+    """Parameters of a unit as one vector, of which they become views.
 
     whole : (N n,)  all numbers and the padding, in memory only while `here`
-    shard : (n,)    this rank's slice: of `whole`, or, if the whole is not kept, of its own. What the optimizer trains
+    shard : (n,)    this rank's slice: of `whole`, or, if the whole is not kept, in memory of its own
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], group: Group, keep: bool):
+    def __init__(self, number: int, named: Mapping[str, nn.Parameter], group: Group, keep: bool):
         self.named = dict(sorted(named.items(), key=lambda item: item[1].dim() < 2))  # matrices first
         super().__init__([*self.named.values()])
-        self.group, self.keep, self.here = group, keep, True
+        self.number, self.group, self.keep, self.here = number, group, keep, True
         self.wait: Callable[[], object] | None = None
         first, numel = self.parameters[0], sum(p.numel() for p in self.parameters)
         self.size = -(-numel // group.size)  # n
@@ -159,7 +159,8 @@ class Flat(Bucket):
     def begin_gather(self) -> None:
         """Ask the other ranks for their slices."""
         # The memory comes and goes beneath the views: autograd keeps views of its own, made in forward, for backward.
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        if not self.here:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.wait = begin_all_gather(self.whole, self.shard.detach(), self.group)
         self.here = True
 
@@ -174,12 +175,12 @@ class Flat(Bucket):
         self.here = False
 
 
-def flats_of(named: Mapping[str, nn.Parameter], group: Group, keep: bool) -> list[Flat]:
-    """A vector for each dtype; trained ones apart from frozen ones, and from what two stages share (see `Overlap`)."""
+def flats_of(number: int, named: Mapping[str, nn.Parameter], group: Group, keep: bool) -> list[Flat]:
+    """A vector for each dtype; trained apart from frozen, and apart from what two stages share (see `Overlap`)."""
     alike: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in named.items():
         alike.setdefault((p.requires_grad, p.dtype, is_tied(p)), {})[name] = p
-    return [Flat(some, group, keep) for some in alike.values()]
+    return [Flat(number, some, group, keep) for some in alike.values()]
 
 
 # ---- the three steps ----
@@ -197,13 +198,12 @@ class Zero(Overlap):
             if p.requires_grad or stage == 3:
                 number = int(name.split(".")[1]) if name.startswith("layers.") else ROOT
                 units.setdefault(number, {})[name] = p
-        self.units = {number: flats_of(named, mesh.data_group, stage < 3) for number, named in units.items()}
+        self.units = {number: flats_of(number, named, mesh.data_group, stage < 3) for number, named in units.items()}
         # Blocks from the last to the first, as backward finds them, then the rest, for the embedding comes at the end.
         self.buckets = [flat for number in sorted(self.units, reverse=True) for flat in self.units[number]
                         if flat.shard.requires_grad]
-        self.coming: Callable[[], None] | None = None  # receives the gradient that is on its way
+        self.current: int | None = None  # the block that backward is in
         if stage == 3:
-            self.current: int | None = None  # the block that backward is in
             model.register_forward_pre_hook(self.check)
             model.register_state_dict_pre_hook(self.check)
             for number in self.units.keys() - {ROOT}:
@@ -214,14 +214,15 @@ class Zero(Overlap):
 
     def __enter__(self) -> Zero:
         self.need(ROOT)
+        self.coming: Callable[[], None] | None = None  # receives the gradient that is on its way
+        self.current = None
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *details) -> None:
         super().__exit__(kind, *details)
         if kind is None:
             self.receive()
-        self.coming, self.current = None, None
-        self.release(*self.units)
+            self.release(*self.units)
 
     def backward(self, tensor: Tensor, last: bool, grad: Tensor | None = None) -> None:
         if self.every:
@@ -231,6 +232,12 @@ class Zero(Overlap):
             self.flush()
         self.current = None
         self.release(*self.units.keys() - {ROOT})
+
+    def arrived(self, flat: Flat, parameter: nn.Parameter) -> None:
+        # Not in step 3: where rows do not reach a parameter its unit would leave at the end, after gathers that other
+        # ranks ask for later, and they would take one for the other. `before_backward` sends, in an order that is fixed.
+        if self.stage < 3:
+            super().arrived(flat, parameter)
 
     @torch.no_grad()
     def send(self, flat: Flat) -> None:
@@ -309,6 +316,8 @@ class Zero(Overlap):
         """
         if self.current is not None:
             self.release(self.current)
+        while self.armed and self.queue and self.queue[0].number > number:
+            self.send(self.queue.pop(0))
         self.current = number
         self.need(number)
         self.prefetch(number - 1)
