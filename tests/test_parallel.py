@@ -356,14 +356,9 @@ def staged_norm() -> tuple[float, list[float]]:
 
 @dist
 def test_stages_clip_by_one_norm_in_which_a_tied_matrix_counts_once():
-<<<<<<< ours
     for stage, (norm, gradients_after) in enumerate(run_ranks(staged_norm, 2)):
         assert norm == pytest.approx(13, rel=1e-15)
         assert gradients_after == pytest.approx([1.5 + stage / 2, 3], rel=1e-15)
-=======
-    for stage, (norm, clipped) in enumerate(run_ranks(staged_norm, 2)):
-        assert norm == pytest.approx(13, rel=1e-15) and clipped == pytest.approx([1.5 + stage / 2, 3], rel=1e-15)
->>>>>>> theirs
 
 
 def norm_of_known_gradient() -> tuple[float, float]:
