@@ -55,7 +55,7 @@ class Config:
     layers: int = 2  # number of blocks
     heads: int = 4  # query heads
     kv_heads: int = 4  # key and value heads
-    context: int = 0  # longest row in tokens; 0: twice what the rows need
+    context: int = 0  # longest row or window in tokens; 0: the model's own (of a new one, twice what the rows need)
     lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
     lora_alpha: float = 32.0  # the addition counts alpha / rank times
     lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
@@ -152,9 +152,10 @@ def main(config: Config) -> Path | None:
     policy.gradient_checkpointing = config.gradient_checkpointing
     policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
                          chunks=config.chunks, context_kind=config.cp_kind)
-    data = data.fit(policy.config.context, config.drop_long_rows)
+    context = min(config.context or policy.config.context, policy.config.context)
+    data = data.fit(context, config.drop_long_rows)
     if config.pack:
-        data = data.packed(policy.config.context)
+        data = data.packed(context)
 
     # ---- optimizer
     optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
