@@ -178,7 +178,7 @@ def main(config: Config) -> int:
     tokenizer = load_tokenizer(folder)
     data = open_data(asked, policy, tokenizer, folder)
     env, limits = data.env, (mesh, config.max_new_tokens, config.max_rows)
-    if saved and asked["task"] != trained["task"]:
+    if saved and asked["task"] not in (trained["task"], "jsonl"):
         data = open_data(trained, policy, tokenizer, folder)  # the loss is that of the rows which were learnt
 
     found = evaluate(policy, tokenizer, env, config.eval_problems, *limits) if env else {}
@@ -197,23 +197,29 @@ def main(config: Config) -> int:
         measured["accuracy"] = found["eval/accuracy"]
         measured["baseline"] = baseline_accuracy(config, saved, run_dir, env, limits)
     rollout = sample_groups(policy, tokenizer, env or data, config, asked["seed"])
-    ends = {tokenizer.eos_id} if env else {tokenizer.eos_id} | turn_ends(tokenizer, chat_template_of(asked, folder))
-    results = checklist(measured | sample_measures(rollout, config.samples, ends))
+    if rollout:
+        ends = set() if env else turn_ends(tokenizer, chat_template_of(asked, folder))
+        measured |= sample_measures(rollout, config.samples, ends | {tokenizer.eos_id})
+    results = checklist(measured)
     if mesh.is_main:
-        print(f"{config.prompts} x {config.samples} samples at temperature {config.temperature:g}", end="")
         if env:
             solved = (rollout.rewards >= 1).view(-1, config.samples).double()
-            print(f": {solved.mean():.3f} right, {solved.amax(1).mean():.3f} of the prompts at least once", end="")
-        print("\n\n" + report(results))
+            print(f"{config.prompts} x {config.samples} samples at temperature {config.temperature:g}: "
+                  f"{solved.mean():.3f} right, {solved.amax(1).mean():.3f} of the prompts at least once")
+        print("\n" + report(results))
     return 0 if is_ready(results) else 1
 
 
-def sample_groups(policy: Transformer, tokenizer: Tokenizer, source: Env | Rows, config: Config, seed: int) -> Rollout:
-    """`config.samples` answers to each of the first `config.prompts` held-out problems, or prompts of rows."""
+def sample_groups(policy: Transformer, tokenizer: Tokenizer, source: Env | Rows, config: Config,
+                  seed: int) -> Rollout | None:
+    """`config.samples` answers to each of the first `config.prompts` held-out problems, or to the prompts of rows.
+
+    None: the rows are plain texts, which begin without a prompt.
+    """
     options = dict(group_size=config.samples, temperature=config.temperature, max_rows=config.max_rows, seed=seed)
     if isinstance(source, Rows):
-        return generate(policy, source.prompts(config.prompts), tokenizer,
-                        max_new_tokens=config.max_new_tokens or ROW_TOKENS, **options)
+        limit, prompts = config.max_new_tokens or ROW_TOKENS, source.prompts(config.prompts)
+        return generate(policy, prompts, tokenizer, max_new_tokens=limit, **options) if prompts else None
     return collect(policy, tokenizer, source, source.sample(config.prompts, split="eval"),
                    max_new_tokens=config.max_new_tokens or source.max_new_tokens, **options)
 

@@ -323,13 +323,21 @@ def rows_run(tmp_path_factory) -> Path:
 def test_a_run_on_rows_has_losses_and_samples_and_no_accuracy(rows_run, capsys):
     text = answer(capsys, folder=str(rows_run), graduate=True)[1]
     assert "eval/accuracy" not in text and "not measured" in line(text, "accuracy above")
-    assert "right" not in line(text, "2 x 3 samples") and "not measured" not in line(text, "pair diversity")
+    assert "at temperature" not in text and re.search("[0-9] >= 0.6|[0-9] not >= 0.6", line(text, "pair diversity"))
+
+
+def test_plain_texts_have_losses_alone(run, tmp_path, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(20 * '{"text": "1+2=3"}\n')
+    text = answer(capsys, folder=str(run), task="jsonl", data=str(path), graduate=True)[1]
+    assert "not measured" in line(text, "format") and "not measured" in line(text, "unique samples")
+    assert float(line(text, "train-validation gap").split()[3]) == 0.0, "the rows asked for, and not the run's"
 
 
 def test_the_gap_is_by_how_much_held_out_rows_are_worse(rows_run, capsys):
     text = answer(capsys, folder=str(rows_run), graduate=True)[1]
     trained, held_out = (float(line(text, name).split()[1]) for name in ("train/loss", "eval/loss"))
-    assert float(line(text, "train-validation gap").split()[-13]) == pytest.approx(held_out - trained, abs=2e-3)
+    assert float(line(text, "train-validation gap").split()[3]) == pytest.approx(held_out - trained, abs=2e-3)
     policy, tokenizer = open_policy(rows_run / "step_2"), ByteTokenizer()
     rows = read_rows(str(rows_run.parent / "rows.jsonl"), "", tokenizer, "plain", 0, 0, 10)
     for expected, batch in ((trained, collate(rows.train, 257)), (held_out, collate(rows.eval, 257))):

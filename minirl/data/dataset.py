@@ -121,8 +121,6 @@ class Rows:
     def prompts(self, count: int) -> list[list[int]]:
         """What comes before the first token that is learnt, in the first `count` held-out rows that begin so."""
         prompts = [row.tokens[: row.mask.index(True)] for row in self.eval]
-        if not any(prompts):
-            raise UserError("no held-out row begins with a prompt: plain texts leave nothing to answer")
         return [prompt for prompt in prompts if prompt][:count]
 
     def _epoch(self, epoch: int) -> list[int]:
