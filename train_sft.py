@@ -55,7 +55,7 @@ class Config:
     layers: int = 2  # number of blocks
     heads: int = 4  # query heads
     kv_heads: int = 4  # key and value heads
-    context: int = 0  # longest row in tokens; 0: twice what the rows need
+    context: int = 0  # longest row or window in tokens; 0: the model's own (of a new one, twice what the rows need)
     lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
     lora_alpha: float = 32.0  # the addition counts alpha / rank times
     lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
@@ -67,6 +67,7 @@ class Config:
     eval_data: str = ""  # JSONL file of held-out rows; empty: the last tenth of --data
     template: str = "auto"  # chat template of messages; auto: the model's own
     pack: bool = False  # jsonl: put rows into full windows of the context; they do not see each other
+    train_rows: int = 0  # learn only from the first so many rows or problems, over and over; 0: from all there are
     drop_long_rows: bool = False  # leave out rows of --data that do not fit the model's context
     difficulty: int = 2  # digits of an operand
     # parallelism
@@ -81,7 +82,7 @@ class Config:
     zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
     # optimisation
     steps: int = 1000  # optimizer updates
-    epochs: float = 0.0  # passes over --data, in place of --steps; 0: what --steps make
+    epochs: float = 0.0  # passes over the rows, in place of --steps; 0: what --steps make
     batch_size: int = 64  # rows an update, over all ranks; with --pack windows
     microbatch_size: int = 64  # rows a forward pass
     lr: float = 2e-3  # peak learning rate
@@ -104,7 +105,7 @@ class Config:
         check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "log_every",
                        "max_rows", "eval_problems", "hidden_size", "layers", "heads", "kv_heads", "lora_alpha")
         check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "eval_rows",
-                           "max_new_tokens", "lora_rank", "epochs", "patience")
+                           "max_new_tokens", "lora_rank", "epochs", "patience", "train_rows")
         if self.lora_rank and not self.init:
             raise UserError("--lora-rank adds to the weights of a checkpoint: give its folder with --init")
         if self.qlora and not self.lora_rank:
@@ -130,10 +131,11 @@ def main(config: Config) -> Path | None:
         own = template_of(init) if init else None
         template = config.template if config.template != "auto" else own or "plain"
         tokenizer.chat_template = chat_template(template)  # written beside the model, for whoever talks to it
-        data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size)
+        data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size,
+                         config.train_rows)
     else:
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
-        data = Demonstrations(env, tokenizer)
+        data = Demonstrations(env, tokenizer, config.train_rows, config.seed)
 
     # ---- model
     if init:
@@ -150,15 +152,17 @@ def main(config: Config) -> Path | None:
     policy.gradient_checkpointing = config.gradient_checkpointing
     policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
                          chunks=config.chunks, context_kind=config.cp_kind)
-    data = data.fit(policy.config.context, config.drop_long_rows)
+    context = min(config.context or policy.config.context, policy.config.context)
+    data = data.fit(context, config.drop_long_rows)
     if config.pack:
-        data = data.packed(policy.config.context)
+        data = data.packed(context)
 
     # ---- optimizer
     optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
     guard = SkipCounter()
     if config.epochs and not data.size("train"):
-        raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps")
+        raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps, or "
+                        "--train-rows")
     steps = ceil(config.epochs * data.size("train") / config.batch_size) if config.epochs else config.steps
 
     # ---- resume

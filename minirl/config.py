@@ -43,11 +43,11 @@ class UserError(ValueError):
 
 
 def run(main: Callable[[T], Any], config_class: type[T], description: str | None = None,
-        argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and call `main(config)`; a UserError becomes one line and exit code 2."""
+        argv: Sequence[str] | None = None) -> Any:
+    """Parse the command line and return `main(config)`; a UserError becomes one line and exit code 2."""
     config = cli(config_class, argv, description)
     try:
-        main(config)
+        return main(config)
     except UserError as error:
         _fail(str(error))
 
@@ -55,23 +55,27 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
 def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
     """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
 
+    A field without a default is given by its place, before or after the flags: `minirl.evaluate FOLDER --task T`.
     Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). An unknown flag
     is refused with the nearest one there is, and never completed: `--group` is not `--group-size`.
     A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
     """
-    parser = _Parser(description=(description or "").strip(), usage="%(prog)s [--flag value ...]",
-                     allow_abbrev=False, formatter_class=_Help)
+    fields = dataclasses.fields(config_class)
+    places = [field.name for field in fields if field.default is dataclasses.MISSING]
+    parser = _Parser(description=(description or "").strip(), allow_abbrev=False, formatter_class=_Help,
+                     usage=" ".join(["%(prog)s", *map(str.upper, places), "[--flag value ...]"]))
     comments = field_comments(config_class)
     hints = typing.get_type_hints(config_class)
     groups = {"": parser}
-    for field in dataclasses.fields(config_class):
+    for field in fields:
         title, text = comments[field.name]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        required = field.default is dataclasses.MISSING
-        groups[title].add_argument(
-            "--" + field.name.replace("_", "-"), help=text.replace("%", "%%"), required=required,
-            default=argparse.SUPPRESS if required else field.default, **_argument(hints[field.name]))
+        options = {"help": text.replace("%", "%%")} | _argument(hints[field.name])
+        if field.name in places:
+            groups[title].add_argument(field.name, **options | {"metavar": field.name.upper()})
+        else:
+            groups[title].add_argument("--" + field.name.replace("_", "-"), default=field.default, **options)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]

@@ -30,7 +30,7 @@ from minirl.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Config:
-    folder: str  # model folder or checkpoint; may stand first, without its flag
+    folder: str  # model folder or checkpoint
     adapter: str = ""  # folder of a LoRA adapter to put on the model
     template: str = "auto"  # chat template; auto: the model's own; none: continue the text, as base models do
     system: str = ""  # system prompt
@@ -163,7 +163,5 @@ def lines() -> Iterator[str]:
 
 
 def command() -> None:
-    """The command line. The folder may stand first, without its flag."""
-    arguments = sys.argv[1:]
-    run(main, Config, "\n".join(__doc__.splitlines()[:5]),
-        ["--folder", *arguments] if arguments and not arguments[0].startswith("-") else arguments)
+    """The command line."""
+    run(main, Config, "\n".join(__doc__.splitlines()[:5]))

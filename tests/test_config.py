@@ -110,6 +110,27 @@ def test_a_value_error_of_the_config_is_one_line(capsys):
     assert refusal(capsys, "--lr", "-1") == "error: lr -1.0 is negative: take one above 0\n"
 
 
+@dataclass(frozen=True)
+class Placed:
+    folder: str  # where to look
+    count: int = 2  # how often
+
+
+def test_a_field_without_a_default_is_given_by_its_place(capsys):
+    for argv in (["runs/a", "--count", "3"], ["--count", "3", "runs/a"]):
+        assert run(lambda config: config, Placed, argv=argv) == Placed("runs/a", 3)
+    for argv, said in ((["--count", "3"], "required: FOLDER"), (["a", "b"], "unexpected argument 'b'"),
+                       (["--folder", "a"], "unknown flag --folder")):
+        with pytest.raises(SystemExit) as exit_:
+            cli(Placed, argv)
+        err = capsys.readouterr().err
+        assert exit_.value.code == 2 and said in err and err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli(Placed, ["--help"])
+    out = capsys.readouterr().out
+    assert "FOLDER [--flag value ...]" in out and "where to look" in out and "where to look (default" not in out
+
+
 def test_run_prints_a_user_error_and_keeps_the_traceback_of_any_other(capsys):
     def main(config):
         if config.group_size == 2:

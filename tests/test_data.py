@@ -7,9 +7,10 @@ import torch
 from stubs import Pieces, random_policy
 
 from minirl.config import UserError
-from minirl.data.dataset import POOL, Rows, collate, read_rows
+from minirl.data.dataset import POOL, Demonstrations, Rows, collate, read_rows
 from minirl.data.jsonl import read_jsonl
 from minirl.data.sft import Row, encode_row, pack, read_sft
+from minirl.env import GSM8K, Addition
 from minirl.logprobs import rollout_logprobs, token_logprobs
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.parallel import forward_backward, init_mesh
@@ -234,3 +235,40 @@ def test_reading_a_file_is_what_the_rows_say(tmp_path):
     path.write_text('{"prompt": "a", "completion": "b"}\n\n{"text": "ab"}\n')
     letters = Pieces("a", "b")
     assert read_sft(path, letters, "plain") == [Row([0, 1, 2], [False, True, True]), Row([0, 1, 2], [True] * 3)]
+
+
+def test_the_first_rows_of_an_endless_task_come_once_an_epoch_in_an_order_of_its_own():
+    env = Addition()
+    first = {tuple(row) for row in Demonstrations(env, BYTES).batch(0, 10).tokens.tolist()}
+    data = Demonstrations(env, BYTES, rows=10, seed=3).fit(64)
+    assert data.size("train") == 10 and data.size("eval") == env.size("eval")
+    epochs = [[tuple(row) for row in data.batch(start, 10).tokens.tolist()] for start in (0, 10)]
+    assert epochs[0] != epochs[1] and all(set(epoch) == first and len(first) == 10 for epoch in epochs)
+    halves = [tuple(row) for start in (5, 10) for row in data.batch(start, 5).tokens.tolist()]
+    assert halves == epochs[0][5:] + epochs[1][:5], "a batch depends on its number alone"
+    other = Demonstrations(env, BYTES, rows=10, seed=4).batch(0, 10)
+    assert [tuple(row) for row in other.tokens.tolist()] != epochs[0]
+    assert torch.equal(data.held_out(0, 5).tokens, Demonstrations(env, BYTES).held_out(0, 5).tokens)
+
+
+def test_no_more_rows_are_learnt_than_a_file_has(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(f'{{"question": "{i}?", "answer": "#### {i}"}}\n' for i in range(20)))
+    env = GSM8K(str(path))
+    assert Demonstrations(env, BYTES, rows=99).size("train") == env.size("train") == 18
+    assert Demonstrations(env, BYTES, rows=5).size("train") == 5
+    path.write_text("".join(f'{{"prompt": "{i}?", "completion": "{i}"}}\n' for i in range(20)))
+    assert [read_rows(str(path), "", BYTES, "plain", 0, 0, rows).size("train") for rows in (0, 5, 99)] == [18, 5, 18]
+    assert read_rows(str(path), str(path), BYTES, "plain", 0, 0, 5).size("eval") == 20
+
+
+def test_prompts_are_what_comes_before_the_first_learnt_token():
+    rows = [encode({"prompt": "ab", "completion": "c"}), encode({"text": "abc"}),
+            encode({"prompt": "d", "completion": "e"}),
+            encode({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"},
+                                 {"role": "user", "content": "z"}, {"role": "assistant", "content": "w"}]})]
+    prompts = Rows(rows[:1], rows, BYTES.pad_id).prompts(9)
+    assert prompts[:2] == [[*b"ab"], [*b"d"]] and len(prompts) == 3, "a text leaves nothing to answer"
+    assert "x" in BYTES.decode(prompts[2]) and "y" not in BYTES.decode(prompts[2])
+    assert Rows(rows[:1], rows, BYTES.pad_id).prompts(1) == [[*b"ab"]]
+    assert Rows(rows[:1], rows[1:2], BYTES.pad_id).prompts(1) == []

@@ -62,6 +62,15 @@ def test_a_model_from_nothing_learns_the_rows_of_a_file(tmp_path, rows, pack):
     assert (first["tokens"] > 8 * 20) == pack, "a window holds several rows"
 
 
+def test_context_bounds_rows_and_windows_of_a_checkpoint_too(tmp_path, rows, stories):
+    for context in (0, 64):
+        sft(tmp_path / str(context), rows, **stories, steps=1, pack=True, context=context)
+    whole, short = (read_metrics(tmp_path / name / "metrics.jsonl")[0]["tokens"] for name in ("0", "64"))
+    assert 100 < short < 4 * 64 < whole, "four windows of 64 tokens, or of the model's 512"
+    with pytest.raises(UserError, match="context of 8 tokens"):
+        sft(tmp_path / "8", rows, **stories, steps=1, context=8)
+
+
 def test_epochs_count_passes_over_the_file(tmp_path, rows):
     sft(tmp_path, rows, **TINY | dict(eval_every=0), epochs=2.5)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == -(-int(2.5 * 33) // 8), "36 rows, 3 of them held out"

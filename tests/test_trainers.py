@@ -20,6 +20,7 @@ import torch
 from ranks import run_ranks, start
 from safetensors.torch import load_file, save_file
 
+import minirl.evaluate
 import minirl.plan
 import train_grpo
 import train_sft
@@ -116,9 +117,8 @@ def test_every_option_has_a_line_of_help_and_help_shows_it_with_its_default(name
 
 
 def test_flags_named_in_the_docs_exist():
-    known = {f"--{field.name.replace('_', '-')}" for trainer in TRAINERS.values()
-             for field in dataclasses.fields(trainer.Config)}
-    known |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(minirl.plan.Config)}
+    known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), minirl.evaluate, minirl.plan)
+             for field in dataclasses.fields(module.Config)}
     others = {"--metrics", "--out", "--nproc_per_node", "--standalone", "--help"}  # of plot and torchrun
     for page in (REPO / "docs").glob("*.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))

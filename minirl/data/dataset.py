@@ -7,13 +7,13 @@ seed and the number. A resumed run therefore needs one integer, and each rank ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from minirl.config import UserError
 from minirl.data.sft import Row, pack, read_sft
-from minirl.env.base import Env, counter_random
+from minirl.env.base import Env, Example, counter_random, sample_rows
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
 from minirl.logprobs import shift_mask
 from minirl.rollout import Rollout
@@ -23,40 +23,55 @@ POOL = 50  # batches in which rows of similar length are put together
 
 
 class Demonstrations:
-    """An environment's expert: problems without end, or the rows of its file."""
+    """An environment's expert: problems without end, or the rows of its file.
 
-    def __init__(self, env: Env, tokenizer: Tokenizer):
-        self.env, self.tokenizer = env, tokenizer
+    rows : only the first so many problems, epoch after epoch in an order that `seed` gives; 0: whatever the task has
+    """
+
+    def __init__(self, env: Env, tokenizer: Tokenizer, rows: int = 0, seed: int = 0):
+        self.env, self.tokenizer, self.rows, self.seed = env, tokenizer, rows, seed
 
     def longest(self) -> int:
         return longest_row(self.env, self.tokenizer)
 
     def fit(self, context: int, drop: bool = False) -> Demonstrations:
         """The same in rows of at most `context` tokens; UserError for a longer one, which `drop` leaves out."""
-        return Demonstrations(fit_to_context(self.env, self.tokenizer, context, drop, solutions=True), self.tokenizer)
+        env = fit_to_context(self.env, self.tokenizer, context, drop, solutions=True)
+        return Demonstrations(env, self.tokenizer, self.rows, self.seed)
 
     def size(self, split: str) -> int | None:
-        return self.env.size(split)
+        size = self.env.size(split)
+        return min(self.rows, size or self.rows) if split == "train" and self.rows else size
+
+    @cached_property
+    def _finite(self) -> list[Example]:
+        return self.env.sample(self.size("train"))
 
     def batch(self, first: int, count: int) -> Rollout:
-        return demonstrate(self.tokenizer, self.env, self.env.sample(count, start=first), first)
+        examples = sample_rows(self._finite, self.seed, count, first) if self.rows else self.env.sample(count, first)
+        return demonstrate(self.tokenizer, self.env, examples, first)
 
     def held_out(self, first: int, count: int) -> Rollout:
         return demonstrate(self.tokenizer, self.env, self.env.sample(count, start=first, split="eval"), first)
 
 
-def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, seed: int, batch_size: int) -> Rows:
-    """The rows of a JSONL file in the formats of data/sft.py; without `eval_data` its last tenth is held out."""
+def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, seed: int, batch_size: int,
+              train_rows: int = 0) -> Rows:
+    """The rows of a JSONL file in the formats of data/sft.py; without `eval_data` its last tenth is held out.
+
+    train_rows : learn only the first so many of the others; 0: all
+    """
     if not data:
         raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or "
                         "of text")
     rows = read_sft(data, tokenizer, template)
     if eval_data:
-        return Rows(rows, read_sft(eval_data, tokenizer, template), tokenizer.pad_id, seed, batch_size)
+        held_out = read_sft(eval_data, tokenizer, template)
+        return Rows(rows[: train_rows or None], held_out, tokenizer.pad_id, seed, batch_size)
     if len(rows) < 2:
         raise UserError(f"{data} has one row, and none is left to hold out: add rows, or give --eval-data FILE")
     tenth = max(1, len(rows) // 10)
-    return Rows(rows[:-tenth], rows[-tenth:], tokenizer.pad_id, seed, batch_size)
+    return Rows(rows[:-tenth][: train_rows or None], rows[-tenth:], tokenizer.pad_id, seed, batch_size)
 
 
 class Rows:
@@ -102,6 +117,11 @@ class Rows:
 
     def held_out(self, first: int, count: int) -> Rollout:
         return collate(self.eval[first : first + count], self.pad_id, first)
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """What comes before the first token that is learnt, in the first `count` held-out rows that begin so."""
+        prompts = [row.tokens[: row.mask.index(True)] for row in self.eval]
+        return [prompt for prompt in prompts if prompt][:count]
 
     def _epoch(self, epoch: int) -> list[int]:
         rng = counter_random(self.seed, "epoch", epoch)

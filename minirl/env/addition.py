@@ -1,5 +1,6 @@
 """Integer addition, "07+58=" to "65" in one turn: the smallest environment, and a pattern for others."""
 
+import re
 from functools import cached_property
 from itertools import product
 from random import Random
@@ -44,7 +45,8 @@ class Addition:
         return counter_random(self.seed, "eval", 0).sample(examples, len(examples))
 
     def reset(self, example: Example) -> SingleTurn:
-        return SingleTurn(example.prompt, lambda action: float(action.removesuffix("\n") == example.answer))
+        return SingleTurn(example.prompt, lambda action: float(action.removesuffix("\n") == example.answer),
+                          has_answer=lambda action: re.fullmatch(r"[0-9]+\n?", action) is not None)
 
 
 def unordered(example: Example) -> str:

@@ -27,7 +27,12 @@ class Example:
 
 
 class Step(NamedTuple):
-    """What the environment says to one action. On the last step `done` is True and `observation` is ""."""
+    """What the environment says to one action. On the last step `done` is True and `observation` is "".
+
+    info : for evaluation, never for training. "format" on the last step: an answer could be read from the action,
+           right or wrong. "tool_call" on every step of a task with tools: the call in the action could be carried out;
+           None: there was none
+    """
 
     observation: str
     reward: float
@@ -67,9 +72,10 @@ class SingleTurn:
 
     prompt: str
     judge: Callable[[str], float]  # action -> reward
+    has_answer: Callable[[str], bool] = bool  # can an answer be read from the action? Without a rule, from any text
 
     def step(self, action: str) -> Step:
-        return Step("", self.judge(action), True, {})
+        return Step("", self.judge(action), True, {"format": self.has_answer(action)})
 
 
 def check_split(split: str) -> None:

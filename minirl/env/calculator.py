@@ -18,7 +18,7 @@ from random import Random
 
 from minirl.config import UserError
 from minirl.env.base import Example, Step, check_split, sample_problems
-from minirl.rewards import numbers_equal
+from minirl.rewards import numbers_equal, parse_number
 
 MAX_TEXT = 200  # characters of an expression
 MAX_DEPTH = 100  # levels of the parse tree; 1+1+...+1 has one a term
@@ -123,6 +123,13 @@ def observe(expression: str, width: int = 0) -> str:
     return text.ljust(width) + "\n"
 
 
+def computable(expression: str) -> bool:
+    try:
+        return bool(calculate(expression))
+    except CalculatorError:
+        return False
+
+
 @dataclass
 class CalculatorEpisode:
     """An action with a call gets its result; one without, or the last one allowed, is taken as the answer."""
@@ -136,9 +143,11 @@ class CalculatorEpisode:
     def step(self, action: str) -> Step:
         self.turns += 1
         call = find_call(action)
+        info = {"tool_call": computable(call or "") if OPEN in action or CLOSE in action else None}
         if call is not None and self.turns < self.max_turns:
-            return Step(observe(call, self.width), 0.0, False, {})
-        return Step("", float(numbers_equal(action, self.answer)), True, {"tool_calls": self.turns - 1})
+            return Step(observe(call, self.width), 0.0, False, info)
+        info["format"] = parse_number(action) is not None
+        return Step("", float(numbers_equal(action, self.answer)), True, info)
 
 
 class Calculator:

@@ -56,7 +56,8 @@ class GSM8K:
         return env
 
     def reset(self, example: Example) -> SingleTurn:
-        return SingleTurn(example.prompt, lambda action: gsm8k_reward(action, example.answer))
+        return SingleTurn(example.prompt, lambda action: gsm8k_reward(action, example.answer),
+                          has_answer=lambda action: extract_answer(action) is not None)
 
 
 def read_gsm8k(path: str, keep_annotations: bool = False) -> list[Example]:
