@@ -251,7 +251,7 @@ def five_updates(poison: str = "") -> dict:
             return loss, {}
 
         stats = forward_backward(model, mine.microbatches(2), loss_fn, mesh)
-        norms.append(float(clip_gradients(model.parameters(), 1.0)))
+        norms.append(float(clip_gradients(model.parameters(), 1.0, mesh)))
         guard.step(optimizer, norms[-1], 1e-2, stats["loss"])
         optimizer.zero_grad()
         tensors = {**model.state_dict(), **optimizer.state_tensors()}
@@ -371,7 +371,7 @@ def norm_of_known_gradient() -> tuple[float, float]:
         return out.logprobs.sum() * 0 + 0.8 * model.norm.weight[0] * len(mb) / 8, {}
 
     forward_backward(model, rows.microbatches(2), loss_fn, mesh)
-    return float(clip_gradients(model.parameters(), 1.0)), float(model.norm.weight.grad[0])
+    return float(clip_gradients(model.parameters(), 1.0, mesh)), float(model.norm.weight.grad[0])
 
 
 @dist

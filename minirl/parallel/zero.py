@@ -233,12 +233,6 @@ class Zero(Overlap):
         self.current = None
         self.release(*self.units.keys() - {ROOT})
 
-    def arrived(self, flat: Flat, parameter: nn.Parameter) -> None:
-        # Not in step 3: where rows do not reach a parameter its unit would leave at the end, after gathers that other
-        # ranks ask for later, and they would take one for the other. `before_backward` sends, in an order that is fixed.
-        if self.stage < 3:
-            super().arrived(flat, parameter)
-
     @torch.no_grad()
     def send(self, flat: Flat) -> None:
         """The unit's gradients leave, and what comes back, this rank's slice of the sum, is added to shard.grad."""
@@ -312,7 +306,9 @@ class Zero(Overlap):
     def before_backward(self, number: int, grad: Tensor) -> None:
         """The gradient of a block's output is known, so backward is through with the block behind it.
 
-        When its own last gradient is there would be too soon: with adapters those come before the frozen norm is read.
+        To drop that one when its last gradient was found would have been too soon: those of adapters are found before a
+        frozen norm is read. And if a gradient is still missing there, since no row of this rank reaches the parameter,
+        the others leave now: later they would come after the next gather here, and before it on other ranks.
         """
         if self.current is not None:
             self.release(self.current)
