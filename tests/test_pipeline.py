@@ -309,9 +309,9 @@ def test_activations_are_freed_and_stages_work_and_wait_as_in_the_simulation():
 
 
 @dist
-@pytest.mark.skipif(os.getloadavg()[0] > (os.cpu_count() or 1), reason="too busy a machine to measure times on")
+@pytest.mark.skipif(os.getloadavg()[0] > 4 * (os.cpu_count() or 1), reason="too busy a machine to measure times on")
 def test_real_stages_stand_idle_for_as_long_as_the_formula_says():
-    cases = [("1f1b", 1, 8, 0.02), ("interleaved", 2, 4, 0.04)]
+    cases = [("1f1b", 1, 8, 0.06), ("interleaved", 2, 4, 0.12)]
     cases = [(*case, pytest.approx(3 / (case[1] * case[2] + 3), rel=0.15)) for case in cases]
     for found in run_ranks(bubbles, 4, cases, timeout=300):
         for case, bubble in zip(cases, found, strict=True):
