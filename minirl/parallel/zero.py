@@ -235,7 +235,7 @@ class Zero(Overlap):
 
     @torch.no_grad()
     def send(self, flat: Flat) -> None:
-        """The unit's gradients leave, and what comes back, this rank's slice of the sum, is added to shard.grad."""
+        """The unit's gradients leave; what comes back, this rank's slice of the sum, is added to shard.grad."""
         self.receive()  # the one before: at most one on its way, and one being found
         complete_gradients(flat.parameters, self.mesh.tp_group)
         whole = flat_gradients(flat.parameters, len(flat.whole))
