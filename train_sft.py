@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from minirl.chat import turn_ends
 from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
@@ -130,7 +131,8 @@ def main(config: Config) -> Path | None:
     if config.task == "jsonl":
         own = template_of(init) if init else None
         template = config.template if config.template != "auto" else own or "plain"
-        tokenizer.chat_template = chat_template(template)  # written beside the model, for whoever talks to it
+        tokenizer.chat_template = chat_template(template)  # written beside the model, for whoever talks to it,
+        tokenizer.add_stops(turn_ends(tokenizer, template))  # with the end of a turn, where its answers will stop
         data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size,
                          config.train_rows)
     else:

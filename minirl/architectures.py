@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minirl.config import UserError
 from minirl.rope import TYPES, RopeScaling, original
-from minirl.shape import ModelConfig
+from minirl.shape import MAX_LAYERS, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Architecture:
     slides: Callable[[dict[str, Any], int], bool] = lambda said, layer: True  # has a layer the window, if not said?
     local_theta: float | None = None  # RoPE's base in layers with a window; 0: that of the others; None: no such thing
     requires: dict[str, Any] = field(default_factory=dict)  # what its config.json may say in one way only
+    constants: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of names: what older files hold beside the weights
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")  # must be said
@@ -107,7 +108,8 @@ ARCHITECTURES = {
          "input_layernorm": "ln_1", **dict.fromkeys(_QKV, "attn.c_attn"), "self_attn.o_proj": "attn.c_proj",
          "post_attention_layernorm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
         prefix="transformer.", transposed=True,
-        requires={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}),
+        requires={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        constants=(".attn.bias", ".attn.masked_bias")),
 }
 
 
@@ -147,7 +149,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     for name in ("no_rope_layer_interval", "sliding_window_pattern"):
         if said.get(name, 1) < 1:
             raise UserError(f"{name} {said[name]} must be above 0")
-    layers = range(said["num_hidden_layers"])
+    layers = range(min(said["num_hidden_layers"], MAX_LAYERS))  # more, ModelConfig refuses
     said["intermediate_size"] = said["intermediate_size"] or 4 * said["hidden_size"]  # so GPT-2 means its null
     if kind == "gemma" and said["hidden_act"] == "gelu":
         said["hidden_act"] = "gelu_pytorch_tanh"  # so the first Gemmas were trained, whatever their files say
@@ -237,7 +239,7 @@ def _read_rope(hf: dict[str, Any], said: dict[str, Any], arch: Architecture) -> 
     by_type = {name: _checked(name, rope[name], dict) for name in LAYER_TYPES if rope.get(name)}
     rope, local = (by_type.get(name, {}) for name in LAYER_TYPES) if by_type else (rope, {})
     theta = _checked("rope_theta", rope.get("rope_theta", said["rope_theta"]), float)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _checked("rope_type", rope.get("rope_type") or rope.get("type") or "default", str)
     kind = {"su": "longrope", "default": None}.get(kind, kind)
     options = {"rope_theta": theta, "rope_scaling": None}
     if kind:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minirl.architectures import ARCHITECTURES, Stored, from_hf, tensor_layout, to_hf
-from minirl.config import UserError, read_json, write_text
+from minirl.config import UserError, read_json, usual_mode, write_text
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import Mesh, barrier
 from minirl.parallel.layout import ALONE, Whole, describe, read_training, training_file
@@ -35,8 +35,6 @@ from minirl.parallel.zero import gathered
 from minirl.tokenizer import Tokenizer
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
-# Constants that older files hold beside the weights: RoPE's frequencies, GPT-2's causal masks.
-CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 SHARD_BYTES = 5 * 10**9
 
 
@@ -66,7 +64,7 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
     if state.keys() != wanted.keys():
         raise UserError(f"the model cannot be saved as its config says: without {_list(wanted.keys() - state.keys())}, "
                         f"and beyond it {_list(state.keys() - wanted.keys())}")
-    generation = plain.generation_config | _token_ids(plain.generation_config, tokenizer, config.vocab_size)
+    generation = generation_config(plain, tokenizer)
     ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     folder.mkdir(parents=True, exist_ok=True)
     written = _save_weights(tensor_layout(described["model_type"], wanted), state, dtype, folder, shard_bytes, writes)
@@ -84,7 +82,7 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
                device: str | torch.device = "cpu") -> Transformer:
-    """Open a Hugging Face folder of one of `architectures.ARCHITECTURES`. dtype None keeps the file's.
+    """Open a Hugging Face folder of one of `architectures.ARCHITECTURES`. dtype None: that of the file.
 
     Tensors go one at a time from the file to their place: the peak memory is one copy of the model.
     Every name is accounted for: a UserError lists what is missing, unexpected, of another shape, or quantised.
@@ -94,10 +92,11 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
     with torch.device("meta"):
         model = Transformer(config)  # shapes without memory
     layout = tensor_layout(config.model_type, dict(model.named_parameters()))
-    prefix, found, files = ARCHITECTURES[config.model_type].prefix, {}, _weight_files(folder)
-    for path, promised in files.items():
+    prefix, constants = ARCHITECTURES[config.model_type].prefix, ARCHITECTURES[config.model_type].constants
+    found = {}
+    for path, promised in _weight_files(folder).items():
         with _open(path) as file:
-            for name in _checked_names(file, path, promised):
+            for name in _checked_names(file, path, promised, constants):
                 full = name if name.startswith((prefix, "lm_head.")) else prefix + name  # saved without its head
                 if full in found:
                     raise UserError(f"{path} holds {full} twice, under {found[full][1]} and {name}")
@@ -116,6 +115,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
             if not torch.equal(file.get_tensor(head[1]).to(device, dtype), state["embed_tokens.weight"]):
                 warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
                               "differs; it is ignored", stacklevel=2)
+    if dtype is None:  # a few files keep their norms wider than the rest, and a matrix takes no mixture
+        state = {name: tensor.to(state["embed_tokens.weight"].dtype) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
     model.generation_config = _read_generation_config(folder)
     return model
@@ -255,15 +256,22 @@ def restore_rng(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # ---- the pieces ----
 
-def _token_ids(said: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    """The ids of special tokens that a save with this tokenizer must name."""
+def generation_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """generation_config.json of a save: what the model's folder said, with the tokenizer's special tokens.
+
+    eos_token_id is one number, or the list of all at which generation ends: a chat model has several.
+    """
+    said = model.generation_config
     if tokenizer is None:
-        return {}
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
-    ends = said.get("eos_token_id")  # a chat model may have several
-    return {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
-            "eos_token_id": ends if isinstance(ends, list) and tokenizer.eos_id in ends else tokenizer.eos_id}
+        return said
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "
+                        f"{model.config.vocab_size}")
+    ends = said.get("eos_token_id")
+    ends = ends if isinstance(ends, list) and tokenizer.eos_id in ends else []  # else of another tokenizer
+    ends = [*dict.fromkeys([*ends, *tokenizer.stop_ids])]
+    return said | {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
+                   "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
@@ -312,6 +320,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         seen.add(address)
     temporary = path.with_name(path.name + ".tmp")
     save_file(unique, temporary, metadata={"format": "pt"})
+    usual_mode(temporary)
     _sync(temporary)
     os.replace(temporary, path)
 
@@ -337,19 +346,19 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
         raise UserError(f"{index} has no weight_map from the names of tensors to those of files")
     for name, shard in names.items():
-        if Path(shard).name != shard:  # `../` would read a file from elsewhere
-            raise UserError(f"{index}: shard {shard!r} is not a plain file name in the same folder")
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):  # `../` would read a file from elsewhere
+            raise UserError(f"{index}: shard {shard!r} is not the name of a safetensors file in the same folder")
         files.setdefault(folder / shard, set()).add(name)
     return files
 
 
-def _checked_names(file: safe_open, path: Path, promised: set[str] | None) -> Iterable[str]:
+def _checked_names(file: safe_open, path: Path, promised: set[str] | None, constants: tuple[str, ...]) -> Iterable[str]:
     """The names of the weights in a file; a UserError if they are not those that the index promises."""
     names = set(file.keys())
     if promised is not None and names != promised:
         raise UserError(f"{path} does not agree with the index: without {_list(promised - names)}, "
                         f"and beyond it {_list(names - promised)}")
-    names = [name for name in names if not name.endswith(CONSTANTS)]
+    names = [name for name in names if not name.endswith(constants)]
     if strange := [f"{name} ({kind})" for name in names if (kind := file.get_slice(name).get_dtype()) not in FLOATS]:
         raise UserError(f"{path} holds weights that are no floats of 16 bits or more, which is not supported: "
                         f"{_list(strange)}")

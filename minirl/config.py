@@ -173,7 +173,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+    except OSError as error:  # a folder, no permission, a link to itself
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError; "[[[[..."
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -188,6 +190,13 @@ def write_text(path: str | Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())  # else the rename may reach the disk before the text does
     os.replace(temporary, path)
+
+
+def usual_mode(path: str | Path) -> None:
+    """Give a file the permissions of any new one: safetensors makes them for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)  # it can only be read by setting it
+    os.chmod(path, 0o666 & ~umask)
 
 
 class _Parser(argparse.ArgumentParser):

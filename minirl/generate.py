@@ -171,7 +171,7 @@ def _restrict(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 # ------------------------------------------------------------------ many rows
 
-Respond = Callable[[int, list[int]], list[int]]  # (row, tokens of the action, no EOS) -> tokens to force; []: the end
+Respond = Callable[[int, list[int]], list[int]]  # (row, tokens of the action, no stop token) -> tokens to force, or []
 
 
 @torch.inference_mode()
@@ -184,7 +184,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     prompts        : token ids, at least one each
     max_new_tokens : how many tokens a row may sample in all its turns; forced tokens do not count
     first_id       : sample id of the first row, a multiple of group_size; row number r is sample first_id + r
-    stop           : strings that end an action as EOS does; the token that completes one is kept whole
+    stop           : strings that end an action as `tokenizer.stop_ids` do; the token that completes one is kept whole
     respond        : what follows an action (a tool's output); default: nothing, one action a row
     max_rows       : rows decoded at once; more wait their turn
     returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
@@ -198,8 +198,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
     tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
-    turns = Turns(tapes, tokenizer, StopStrings(stop, tokenizer, policy.config.vocab_size, device), respond,
-                  max_new_tokens, context)
+    turns = Turns(tapes, Stops(stop, tokenizer, policy.config.vocab_size, device), respond, max_new_tokens, context)
     batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
     streams = stream(seed, first_id + torch.arange(len(prompts), device=device))  # (N,)
     was_training = policy.training
@@ -226,17 +225,15 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
 class Turns:
     """When the action of a row ends, and what follows: the reply is forced on its tape, or the row is done."""
 
-    def __init__(self, tapes: Tapes, tokenizer: Tokenizer, stops: StopStrings, respond: Respond | None,
-                 max_new_tokens: int, context: int):
-        self.tapes, self.stops, self.respond = tapes, stops, respond
-        self.eos_id, self.context = tokenizer.eos_id, context
+    def __init__(self, tapes: Tapes, stops: Stops, respond: Respond | None, max_new_tokens: int, context: int):
+        self.tapes, self.stops, self.respond, self.context = tapes, stops, respond, context
         self.starts = tapes.lengths.tolist()  # where the current action of each row begins
         self.limits = (tapes.lengths + max_new_tokens).clamp(max=context)  # (N,) the length at which a row is cut
 
     def go_on(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """After each of `rows` (R,) has sampled one of `tokens` (R,): which are not done yet? (R,) bool."""
         full = self.tapes.lengths[rows] == self.limits[rows]
-        check = (full | (tokens == self.eos_id) | self.stops.may_end[tokens]).nonzero()[:, 0]  # the others surely go on
+        check = (full | self.stops.may_end[tokens]).nonzero()[:, 0]  # the others surely go on
         going = torch.ones_like(full)
         if len(check):
             each = zip(rows[check].tolist(), self.tapes.read(rows[check]), full[check].tolist(), strict=True)
@@ -245,12 +242,12 @@ class Turns:
 
     def _end(self, row: int, tape: list[int], full: bool) -> bool:
         """If the action ended with the tape's last token, reply. True: the row goes on."""
-        is_eos = tape[-1] == self.eos_id
+        at_stop = tape[-1] in self.stops.ids
         action = tape[self.starts[row] :]
-        ended = is_eos or self.stops.hit(action)
+        ended = at_stop or self.stops.hit(action)
         if not ended and not full:
             return True
-        forced = self.respond(row, action[:-1] if is_eos else action) if self.respond else []
+        forced = self.respond(row, action[:-1] if at_stop else action) if self.respond else []
         self.tapes.finished[row] = ended and not forced
         if not forced or full or len(tape) + len(forced) >= self.context:
             return False
@@ -283,17 +280,19 @@ def check_options(temperature: float, top_k: int, top_p: float, **counts: int) -
         raise UserError(f"top_p is {top_p}: it must be above 0, and at most 1 (off)")
 
 
-class StopStrings:
-    """Finds a stop string across token borders, in the tokens of one action only (never in the prompt)."""
+class Stops:
+    """What ends an action: a stop token, or a stop string across token borders (but never one in the prompt)."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, vocab_size: int, device: torch.device):
         if "" in stop:
             raise UserError("a stop string is empty: it would end every action before it begins")
+        self.ids = {token for token in tokenizer.stop_ids if 0 <= token < vocab_size}
         self.marks, self.tokenizer = [text.encode() for text in stop], tokenizer
         # A stop string is completed by a token that contains its last byte: look no further at all the others.
         last = {text[-1] for text in self.marks}
         # vocab_size is the model's, which may have rows that no text is encoded to.
         self.may_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # (V,)
+        self.may_end[[*self.ids]] = True
         if last:
             self.may_end[[i for i in range(vocab_size) if last & set(tokenizer.token_bytes(i))]] = True
 

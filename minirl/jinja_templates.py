@@ -170,11 +170,14 @@ def template_of(folder: str | Path) -> str | None:
     if not folder.is_dir():
         raise UserError(f"model folder {folder} does not exist")
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    source = file.read_text(encoding="utf-8") if file.is_file() else None
+    source = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     if source is None and config.is_file():
         source = read_json(config).get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        source = next((entry.get("template") for entry in source
+                       if isinstance(entry, dict) and entry.get("name") == "default"), None)
+    if source and not isinstance(source, str):
+        raise UserError(f"{config}: chat_template is {source!r:.60}, which is no text")
     return recognise(source, str(folder)) if source else None
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minirl.architectures import ARCHITECTURES, hf_name, to_hf
-from minirl.checkpoint import _list, _open, _save_tensors, load_model, save_model
+from minirl.checkpoint import _list, _open, _save_tensors, generation_config, load_model, save_model
 from minirl.config import UserError, read_json, write_text
 from minirl.model import Transformer
 from minirl.nf4 import HEADS, NF4Linear, quantize_base
@@ -307,6 +307,8 @@ def save_adapter(model: Transformer, folder: str | Path, tokenizer: Tokenizer | 
                  mesh: Mesh | None = None) -> None:
     """Write the adapter alone, as PEFT does, and the tokenizer's files; each file whole or not at all.
 
+    generation_config.json goes with the tokenizer: it lists the tokens at which generation ends.
+
     The base is not written: adapter_config.json names its folder (LoRAConfig.base_model), for `load_adapted`. If the
     model is spread over a mesh, every rank calls this, and the first one writes.
     """
@@ -329,6 +331,7 @@ def save_adapter(model: Transformer, folder: str | Path, tokenizer: Tokenizer | 
     _save_tensors(tensors, folder / "adapter_model.safetensors")
     if tokenizer is not None:
         tokenizer.save(folder)
+        write_text(folder / "generation_config.json", json.dumps(generation_config(plain, tokenizer), indent=2) + "\n")
     write_text(folder / "adapter_config.json", json.dumps(values, indent=2) + "\n")
 
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minirl.config import UserError
+from minirl.config import UserError, usual_mode
 
 if TYPE_CHECKING:
     from minirl.env.base import Step
@@ -96,6 +96,7 @@ class Rollout:
         """Tensors only, as safetensors: what training needs (`--replay`), without the texts."""
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(file))
+        usual_mode(file)
 
     @staticmethod
     def load(path: str | Path) -> Rollout:

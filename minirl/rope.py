@@ -46,8 +46,11 @@ class RopeScaling:
         if self.rope_type not in TYPES:
             raise UserError(f"rope type {self.rope_type!r} is not supported: supported are 'default', "
                             f"{', '.join(map(repr, TYPES))}")
-        if self.factor and not 1 <= self.factor < math.inf:
-            raise UserError(f"rope factor {self.factor} is below 1, or not finite: it is new length / old length")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise UserError(f"rope {name} {value} must be at least 0, and finite")
+        if 0 < self.factor < 1:
+            raise UserError(f"rope factor {self.factor} is below 1: it is new length / old length")
         if self.rope_type in ("linear", "dynamic", "llama3") and not self.factor:
             raise UserError(f"rope type {self.rope_type!r} needs a factor")
         if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:

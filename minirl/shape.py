@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from minirl.config import UserError
-from minirl.rope import RopeScaling, limit
+from minirl.rope import RopeScaling, frequencies, limit, magnitude
+
+MAX_LAYERS, MAX_LENGTH, MAX_SIZE = 2**12, 2**31, 2**20  # beyond, it is a broken file that would cost all memory
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,12 @@ class ModelConfig:
         for name, kind in typing.get_type_hints(ModelConfig).items():
             value, form, choices = getattr(self, name), typing.get_origin(kind), typing.get_args(kind)
             least = 1 if kind is int and getattr(ModelConfig, name, 1) else 0
-            if kind in (int, float) and not least <= value < math.inf:
-                raise UserError(f"{name} {value} must be at least {least}, and finite")
+            most = {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": MAX_LENGTH,
+                    "sliding_window": MAX_LENGTH}.get(name, MAX_SIZE)
+            if kind is float and not 0 <= value < math.inf:
+                raise UserError(f"{name} {value} must be at least 0, and finite")
+            if kind is int and not least <= value <= most:
+                raise UserError(f"{name} {value} must be at least {least}, and at most {most}")
             if form is Literal and value not in choices:
                 raise UserError(f"{name} {value!r} is not supported: supported are {[*choices]}")
             if form is tuple and value:
@@ -97,6 +103,14 @@ class ModelConfig:
             for name in ("short_factor", "long_factor"):
                 if (count := len(getattr(self.rope_scaling, name))) != turning // 2:
                     raise UserError(f"{name} has {count} numbers for {turning // 2} rotary pairs")
+        try:
+            speed = frequencies(self.rope_theta, turning, self.max_position_embeddings, self.rope_scaling)
+            finite = math.isfinite(speed.sum() * magnitude(self.max_position_embeddings, self.rope_scaling))
+        except (ArithmeticError, ValueError):
+            finite = False
+        if not finite:
+            raise UserError(f"rope_theta {self.rope_theta} gives no finite rotation of {turning} components with "
+                            f"{self.rope_scaling or 'no scaling'}")
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -47,8 +47,12 @@ class Tokenizer(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """eos_id, and after it the other control tokens at which generation_config.json says to stop."""
+        """Where generation ends: eos_id, the other control tokens that generation_config.json lists, those added."""
         return (self.eos_id, *self._more_stops)
+
+    def add_stops(self, ids: Iterable[int]) -> None:
+        """End generation at these control tokens as well, the end of a turn in a chat template for one."""
+        self._more_stops = tuple(token for token in dict.fromkeys([*self._more_stops, *ids]) if token != self.eos_id)
 
     @abstractmethod
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
@@ -150,7 +154,7 @@ class _FileTokenizer(Tokenizer):
         self._files, self._added, self.special = files, added, added.special
         for token in added.tokens.values():
             table += [b""] * (token.id + 1 - len(table))
-            table[token.id] = b"" if token.special else token.content.encode()
+            table[token.id] = b"" if token.special else self._added_text(token).encode()
         self._table, self.vocab_size = table, len(table)
         self.bos_id = bos_id
         self.eos_id, *more = files.ends(self.special, own_eos)
@@ -162,19 +166,26 @@ class _FileTokenizer(Tokenizer):
         self.bos_token = files.name("bos_token") or names.get(self.bos_id)
         self.chat_template = files.config.get("chat_template")
 
+    def _added_text(self, token: AddedToken) -> str:
+        """What a token that is no control token stands for: Gemma adds runs of spaces, written as U+2581."""
+        return token.content.replace(SPACE, " ")
+
     def token_bytes(self, token: int) -> bytes:
         return self._table[token] if 0 <= token < len(self._table) else b""
 
-    def _save_config(self, folder: Path, **defaults: Any) -> None:
-        """tokenizer_config.json as it was read, with the control tokens in use, and the defaults where it is silent."""
+    def _save_config(self, folder: Path, own_class: str | None = None, **defaults: Any) -> None:
+        """tokenizer_config.json as it was read, with the control tokens in use, and the defaults where it is silent.
+
+        own_class: tokenizer_class where tokenizer.json is ours. transformers' LlamaTokenizer would not read all of it.
+        """
         names = {token: name for name, token in self.special.items()}
         used = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": names.get(self.pad_id),
-                "chat_template": self.chat_template}
+                "chat_template": self.chat_template, "tokenizer_class": own_class}
         config = {"clean_up_tokenization_spaces": False, **defaults, **self._files.config,
                   **{key: value for key, value in used.items() if value is not None}}
         config.pop("auto_map", None)  # names code in a folder that is not this one
         decoder = {str(token): {"content": name, "special": name in self.special}  # from added_tokens.json
-                   for name, token in self._files.more.items()} | config.get("added_tokens_decoder", {})
+                   for name, token in self._files.more.items()} | (config.get("added_tokens_decoder") or {})
         if decoder:
             config["added_tokens_decoder"] = decoder
         _write_json(folder / "tokenizer_config.json", config)
@@ -233,6 +244,7 @@ class SentencePieceTokenizer(_FileTokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.model").write_bytes(self._model.proto)
+        own_class = None
         if self._json is not None:
             (folder / "tokenizer.json").write_bytes(self._json)
         else:
@@ -243,9 +255,10 @@ class SentencePieceTokenizer(_FileTokenizer):
             file = self._model.tokenizer_json(list(map(asdict, added)), bos, self.leading_space, self._legacy)
             if file is not None:
                 _write_json(folder / "tokenizer.json", file)
+                own_class = "PreTrainedTokenizerFast"
         unknown = self._first.id_to_piece(self._first.unk_id())
-        self._save_config(folder, tokenizer_class="PreTrainedTokenizerFast", legacy=False, add_eos_token=False,
-                          add_bos_token=self.bos_id is not None, unk_token=unknown)
+        self._save_config(folder, own_class, tokenizer_class="PreTrainedTokenizerFast", legacy=False,
+                          add_eos_token=False, add_bos_token=self.bos_id is not None, unk_token=unknown)
 
     def _read_added(self, files: Files, listed: list[dict]) -> tuple[Added, bytes]:
         """The added tokens, the file's own control pieces among them; and the file with all of these as control pieces.
@@ -285,9 +298,10 @@ class BPETokenizer(_FileTokenizer):
         self._normalized = any(token.normalized for token in added.tokens.values())
         bos_id = files.bos(added.special, template_start(file.get("post_processor")))
         self._read_files(files, added, self._bpe.piece_bytes(), bos_id, None, self._bpe.unused())
-        for token in added.tokens.values():
-            if token.normalized:
-                self._table[token.id] = self._bpe.normalise(token.content).replace(SPACE, " ").encode()
+
+    def _added_text(self, token: AddedToken) -> str:
+        text = self._bpe.normalise(token.content) if token.normalized else token.content
+        return text if self._bpe.byte_level else text.replace(SPACE, " ")
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
         ids: list[int] = []

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import pickle
 import shutil
@@ -240,9 +241,29 @@ def test_special_tokens_and_sampling_defaults_come_back(folder, tmp_path):
     save_model(model, tmp_path / "bytes", ByteTokenizer())
     said = json.loads((tmp_path / "bytes/config.json").read_text())
     assert said["eos_token_id"] == [7, 256], "one of several ends of a text is the tokenizer's: all stay"
+    tokenizer = ByteTokenizer()
+    tokenizer.add_stops([257, 256, 257])
+    save_model(model, tmp_path / "more", tokenizer)
+    assert json.loads((tmp_path / "more/generation_config.json").read_text())["eos_token_id"] == [7, 256, 257]
+    save_model(tiny(), tmp_path / "new", tokenizer)
+    assert json.loads((tmp_path / "new/generation_config.json").read_text())["eos_token_id"] == [256, 257]
     edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
     save_model(load_model(folder), tmp_path / "other", ByteTokenizer())
     assert json.loads((tmp_path / "other/generation_config.json").read_text())["eos_token_id"] == 256
+
+
+def test_saved_weights_have_the_permissions_of_the_other_files(tmp_path):
+    save_model(tiny(), tmp_path, shard_bytes=20_000)
+    assert len({*tmp_path.glob("*.safetensors")}) > 1
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+def test_a_file_of_two_types_opens_in_that_of_its_embedding(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x if "norm" in name else x.bfloat16() for name, x in weights.items()}, folder / "model.safetensors")
+    model = load_model(folder, dtype=None)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert logits(model).isfinite().all()
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
@@ -341,6 +362,12 @@ def test_rope_settings_are_read_in_both_layouts(folder):
     ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a factor"),
     ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor is '4': it must be of type float"),
     ({"rope_parameters": [1]}, "rope_parameters is [1]: it must be of type dict"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type is ['yarn']: it must be of type str"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": math.nan}},
+     "rope attention_factor nan must be at least 0, and finite"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -1}},
+     "rope original_max_position_embeddings -1 must be at least 0"),
+    ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 must be at least 1, and at"),
     ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta -1.0 must be at least 0"),
     ({"model_type": "qwen2", "sliding_window": "8", "use_sliding_window": True}, "sliding_window is '8'"),
     ({"model_type": "ministral", "layer_types": ["chunked_attention"] * 2}, "layer_types must hold 'full_attention'"),
@@ -388,9 +415,12 @@ def test_a_model_saved_without_its_head_opens_if_the_head_is_tied(tmp_path, shap
     save_model(model, tmp_path)
     path = tmp_path / "model.safetensors"
     bare = {name.split(".", 1)[1]: tensor for name, tensor in load_file(path).items()}
-    constants = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    save_file(bare | constants, path)  # so GPT-2 is published, and so AutoModel writes
+    constants = {"gpt2": {"h.0.attn.bias": torch.ones(1, 1, 4, 4)},
+                 "llama": {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}}
+    save_file(bare | constants[shape], path)  # so GPT-2 is published, and so AutoModel writes
     assert torch.equal(logits(load_model(tmp_path)), logits(model))
+    save_file(bare | constants["gpt2" if shape == "llama" else "llama"], path)
+    assert "unexpected: " in refused(tmp_path), "what is a constant of one architecture is unknown in another"
     edit_json(tmp_path / "config.json", tie_word_embeddings=False)
     assert "missing: lm_head.weight (260, 16)" in refused(tmp_path)
     name = next(iter(bare))
@@ -526,11 +556,11 @@ def test_an_index_without_names_is_refused(sharded, names):
     assert "index.json has no weight_map" in refused(sharded)
 
 
-@pytest.mark.parametrize("shard", ["../whole.safetensors", "/etc/passwd", "a/b.safetensors"])
+@pytest.mark.parametrize("shard", ["../whole.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "model.bin"])
 def test_a_shard_outside_the_folder_is_refused(sharded, shard):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
     edit_json(sharded / "model.safetensors.index.json", weight_map=index | {"model.norm.weight": shard})
-    assert f"shard {shard!r} is not a plain file name" in refused(sharded)
+    assert f"shard {shard!r} is not the name of a safetensors file" in refused(sharded)
 
 
 # ---- the training state ----

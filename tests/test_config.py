@@ -5,7 +5,17 @@ from typing import Literal
 
 import pytest
 
-from minirl.config import UserError, cli, field_comments, load_config, run, save_config, write_text
+from minirl.config import (
+    UserError,
+    cli,
+    field_comments,
+    load_config,
+    read_json,
+    run,
+    save_config,
+    usual_mode,
+    write_text,
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,7 @@ def test_a_saved_config_reads_back_equal(tmp_path):
     ('{"group_size": null}', "group_size is None"),
     ('{"schedule": "square"}', "schedule is 'square', but it must be one of 'cosine', 'linear'"),
     ("{", "is not valid JSON"),
+    ("[" * 100_000, "is not valid JSON"),
     ("[]", "holds a list"),
 ])
 def test_a_config_file_with_a_mistake_is_refused_by_name(tmp_path, content, said):
@@ -170,6 +181,24 @@ def test_a_config_file_with_a_mistake_is_refused_by_name(tmp_path, content, said
     with pytest.raises(UserError) as error:
         load_config(Config, tmp_path)
     assert said in str(error.value) and "config.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_or_a_link_to_itself_in_the_place_of_a_file_is_one_line(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for name, said in (("folder", "Is a directory"), ("link", "Too many levels of symbolic links")):
+        with pytest.raises(UserError, match=f"{name} cannot be read: {said}"):
+            read_json(tmp_path / name)
+
+
+def test_a_file_of_a_library_gets_the_permissions_of_any_other(tmp_path):
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    for umask, mode in ((0o022, 0o644), (0o007, 0o660)):
+        before = os.umask(umask)
+        usual_mode(path)
+        assert os.umask(before) == umask, "it is as it was"
+        assert path.stat().st_mode & 0o777 == mode
 
 
 def test_a_config_file_may_lack_options_and_write_a_float_as_an_integer(tmp_path):

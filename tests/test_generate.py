@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from minirl.checkpoint import load_model
 from minirl.config import UserError
-from minirl.generate import BLOCK, StopStrings, generate, inverse_cdf, sample, uniform
+from minirl.generate import BLOCK, Stops, generate, inverse_cdf, sample, uniform
 from minirl.logprobs import token_logprobs
 from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -406,6 +406,24 @@ def test_eos_as_the_very_last_token_counts_as_finished():
     assert generate(policy, [[2]], Pieces(*"abcdefghij"), max_new_tokens=2, stop=["a"]).finished.tolist() == [True]
 
 
+def test_a_row_ends_at_any_of_the_stop_tokens():
+    tokenizer, pad = Pieces(*"abcdefghij"), PAD
+    tokenizer.add_stops([4, 7, EOS, V + 5, -1])  # rows that the model does not have never come
+    policy = Chain(V, {0: 1, 1: 4, 2: 3, 3: EOS, 5: 6, 6: 5})
+    rollout = generate(policy, [[0], [2], [5]], tokenizer, max_new_tokens=3)
+    assert actions(rollout) == [[1, 4], [3, EOS], [6, 5, 6]] and pad not in rollout.tokens[rollout.lengths == 4]
+    assert rollout.finished.tolist() == [True, True, False]
+    heard = []
+
+    def respond(row, action):
+        heard.append(action)
+        return [0] if len(heard) == 1 else []
+
+    rollout = generate(policy, [[0]], tokenizer, max_new_tokens=6, respond=respond)
+    assert heard == [[1], [1]], "the token that ended an action is no part of what it says"
+    assert rollout.tokens.tolist() == [[0, 1, 4, 0, 1, 4]] and rollout.finished.tolist() == [True]
+
+
 def test_the_context_cuts_a_row():
     policy = Chain(V, {2: 3}, context=12)
     rollout = generate(policy, [[2] * 9, [2], [2] * 11], LETTERS, max_new_tokens=20)
@@ -471,10 +489,10 @@ def test_any_of_several_stop_strings_stops():
 
 
 def test_stop_strings_know_which_tokens_can_complete_one():
-    stops = StopStrings(["</tool>", "é"], TOOL, 20, torch.device("cpu"))
+    stops = Stops(["</tool>", "é"], TOOL, 20, torch.device("cpu"))
     able = {token for token in range(len(TOOL.pieces)) if b">" in TOOL.pieces[token] or b"\xa9" in TOOL.pieces[token]}
     assert set(stops.may_end.nonzero()[:, 0].tolist()) == able
-    assert not StopStrings([], TOOL, 20, torch.device("cpu")).may_end.any()
+    assert Stops([], TOOL, 20, torch.device("cpu")).may_end.nonzero().tolist() == [[TOOL.eos_id]]
 
 
 def test_a_model_may_have_more_words_than_its_tokenizer():

@@ -203,6 +203,8 @@ def test_a_saved_rollout_comes_back_bit_equal(tmp_path):
     loaded = Rollout.load(tmp_path / "new" / "folder" / "rollout.safetensors")
     equal(loaded, whole)
     assert loaded.texts == [] and loaded.turns == []
+    (tmp_path / "other").touch()
+    assert (tmp_path / "new/folder/rollout.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     loaded.save(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "new/folder/rollout.safetensors").read_bytes()
 

@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from test_trainers import numbers, one_thread, signals_return, steps_in  # noqa:
 import train_grpo
 import train_sft
 from minirl.chat import template_of
-from minirl.checkpoint import load_checkpoint, load_model
+from minirl.checkpoint import load_checkpoint, load_model, save_model
 from minirl.config import UserError
 from minirl.lora import adapters, open_policy
 from minirl.metrics import read_metrics
+from minirl.model import Transformer
 from minirl.tokenizer import load_tokenizer
 
 TINY = dict(task="jsonl", device="cpu", hidden_size=32, layers=1, batch_size=8, microbatch_size=8, lr=1e-2,
@@ -84,6 +87,27 @@ def test_the_template_of_the_conversations_travels_with_the_model(tmp_path):
     assert template_of(best) == "plain"
     again, _ = sft(tmp_path / "more", str(data), **TINY | dict(eval_every=0, init=str(best)), steps=2)
     assert template_of(again) == "plain"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_model_that_learned_to_end_its_turn_stops_there(tmp_path, shared, lora_rank):
+    """A base model ends at EOS; after conversations in ChatML it ends at <|im_end|>, in other programs as well."""
+    base = tmp_path / "base"
+    shutil.copytree(shared / "models/stories260k", base)
+    model = load_model(base)
+    grown = Transformer(replace(model.config, vocab_size=514))
+    grown.load_state_dict({name: torch.cat((x, x[:2])) if name.startswith("embed") else x
+                           for name, x in model.state_dict().items()})
+    (base / "added_tokens.json").write_text(json.dumps({"<|im_start|>": 512, "<|im_end|>": 513}))
+    save_model(grown, base, load_tokenizer(base))
+    assert load_tokenizer(base).stop_ids == (2,)
+    data = tmp_path / "chat.jsonl"
+    data.write_text(2 * (json.dumps({"messages": [{"role": "user", "content": "hi"},
+                                                  {"role": "assistant", "content": "hello"}]}) + "\n"))
+    best, _ = sft(tmp_path / "run", str(data), task="jsonl", device="cpu", init=str(base), template="chatml", steps=1,
+                  batch_size=1, eval_rows=0, eval_every=0, lora_rank=lora_rank)
+    assert json.loads((best / "generation_config.json").read_text())["eos_token_id"] == [2, 513]
+    assert load_tokenizer(best).stop_ids == (2, 513)
 
 
 @pytest.mark.parametrize("options", [

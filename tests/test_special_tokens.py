@@ -61,6 +61,20 @@ def test_other_added_tokens_are_words_of_the_vocabulary(tmp_path):
     assert tokenizer.decode(ids) == "<think>x</think>" and tokenizer.token_bytes(1005) == b"<tool_call>"
 
 
+def test_an_added_run_of_spaces_is_decoded_as_spaces(tmp_path):
+    """As Gemma has them: found in text as U+2581, text again as spaces. Byte-level files mean the character itself."""
+    for file, text in ((llama2(), "  "), (byte_level(), "▁▁")):
+        for normalized in (False, True):
+            added = [{"id": 300, "content": "▁▁", "normalized": normalized}, {"id": 301, "content": "<eos>"}]
+            tokenizer = load_tokenizer(other_files(tmp_path, tokenizer={**file, "normalizer": None,
+                                                                        "added_tokens": added}))
+            assert tokenizer.encode("▁▁") == [300] and tokenizer.decode([300], continued=True) == text
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(trained())
+    tokenizer = load_tokenizer(other_files(tmp_path, added_tokens={"▁▁": 320}))
+    assert tokenizer.decode([320], continued=True) == "  "
+
+
 def test_a_vocabulary_that_spells_its_own_control_token_does_not_give_it(tmp_path):
     merges = [("<", "|"), ("<|", "e"), ("<|e", "|"), ("<|e|", ">")]
     for ignore_merges in (False, True):
@@ -375,6 +389,20 @@ def test_a_tokenizer_json_is_written_back_as_it_was(tmp_path):
     again.chat_template = "{{ other }}"
     again.save(tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").chat_template == "{{ other }}"
+
+
+def test_a_tokenizer_json_of_ours_names_the_class_that_reads_all_of_it(tmp_path):
+    """transformers' LlamaTokenizer takes the pieces from it, and builds the rest itself: other ids."""
+    (tmp_path / "tokenizer.model").write_bytes(trained())
+    other_files(tmp_path, tokenizer_config={"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": None})
+
+    def saved_class():
+        load_tokenizer(tmp_path).save(tmp_path / "out")
+        return json.loads((tmp_path / "out/tokenizer_config.json").read_text())["tokenizer_class"]
+
+    assert saved_class() == "PreTrainedTokenizerFast"
+    (tmp_path / "out/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert saved_class() == "LlamaTokenizer", "somebody else's file goes with somebody else's class"
 
 
 def test_a_chat_template_may_be_a_file_of_its_own(tmp_path):

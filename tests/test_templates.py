@@ -241,3 +241,21 @@ def test_an_unknown_template_is_refused_by_name(source, kind, tmp_path):
     assert "qwen2_5, qwen3" in str(error.value)
     with pytest.raises(UserError, match="model folder nowhere does not exist"):
         template_of("nowhere")
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    (5, "chat_template is 5, which is no text"), ({"a": 1}, "which is no text"),
+    ([{"name": "default", "template": [1]}], "which is no text"), ([1, None, "a"], None), ([], None), ("", None)])
+def test_a_template_of_another_type_is_one_line(value, said, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    if said is None:
+        assert template_of(tmp_path) is None
+        return
+    with pytest.raises(UserError, match=said):
+        template_of(tmp_path)
+
+
+def test_a_template_in_another_encoding_is_refused_like_an_unknown_one(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match="looks like one that begins"):
+        template_of(tmp_path)
