@@ -260,7 +260,8 @@ def test_saved_weights_have_the_permissions_of_the_other_files(tmp_path):
 
 def test_a_file_of_two_types_opens_in_that_of_its_embedding(folder):
     weights = load_file(folder / "model.safetensors")
-    save_file({name: x if "norm" in name else x.bfloat16() for name, x in weights.items()}, folder / "model.safetensors")
+    mixed = {name: x if "norm" in name else x.bfloat16() for name, x in weights.items()}
+    save_file(mixed, folder / "model.safetensors")
     model = load_model(folder, dtype=None)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert logits(model).isfinite().all()

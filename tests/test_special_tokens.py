@@ -65,7 +65,7 @@ def test_an_added_run_of_spaces_is_decoded_as_spaces(tmp_path):
     """As Gemma has them: found in text as U+2581, text again as spaces. Byte-level files mean the character itself."""
     for file, text in ((llama2(), "  "), (byte_level(), "▁▁")):
         for normalized in (False, True):
-            added = [{"id": 300, "content": "▁▁", "normalized": normalized}, {"id": 301, "content": "<eos>"}]
+            added = [{"id": 300, "content": "▁▁", "normalized": normalized}, {"id": 301, "content": "</s>"}]
             tokenizer = load_tokenizer(other_files(tmp_path, tokenizer={**file, "normalizer": None,
                                                                         "added_tokens": added}))
             assert tokenizer.encode("▁▁") == [300] and tokenizer.decode([300], continued=True) == text
