@@ -106,7 +106,7 @@ def test_frequencies_stay_in_float32_when_a_model_is_converted_or_copied():
     ({"rope_type": "mrope", "factor": 2.0}, "rope type 'mrope' is not supported: supported are 'default', 'linear'"),
     ({"rope_type": "linear"}, "rope type 'linear' needs a factor"),
     ({"rope_type": "linear", "factor": 0.5}, "rope factor 0.5 is below 1"),
-    ({"rope_type": "yarn", "factor": math.inf}, "rope factor inf is below 1, or not finite"),
+    ({"rope_type": "yarn", "factor": math.inf}, "rope factor inf must be at least 0, and finite"),
     ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 must lie above 0 and below"),
     ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}, "beta_slow 1.0 must lie above 0, and not above"),
     ({"rope_type": "longrope", "short_factor": (1.0, 0.0)}, "a number in short_factor or long_factor is not above 0"),
