@@ -21,7 +21,7 @@ from minirl.config import UserError
 from minirl.parallel.collectives import all_reduce
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.placement import is_tied, placement
-from minirl.parallel.zero import Layout
+from minirl.parallel.zero import layout_of
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -124,9 +124,7 @@ class ShardedAdamW(AdamW):
     def __init__(self, model: nn.Module, lr: float, **options):
         self.zero, self.flats = model.zero, {next(iter(flat.named)): flat for flat in model.zero.buckets}
         super().__init__(((name, flat.shard) for name, flat in self.flats.items()), lr, **options)
-        pieces = {name: p.piece for flat in self.flats.values() for name, p in flat.named.items()}
-        group = self.zero.mesh.data_group
-        self.layout = Layout(group.rank, group.size, {name: (p.start, p.stop) for name, p in pieces.items()})
+        self.layout = layout_of(model)
 
     def step(self, lr: float | None = None) -> None:
         super().step(lr)

@@ -29,6 +29,7 @@ TWO = [dict(dp=2), dict(tp=2), dict(tp=2, sequence=True), dict(pp=2), dict(pp=2,
        *(dict(dp=2, zero_stage=stage) for stage in (1, 2, 3))]
 FOUR = [dict(dp=4), dict(tp=4), dict(pp=4), dict(cp=4), *(dict(dp=4, zero_stage=stage) for stage in (1, 2, 3)),
         dict(dp=2, tp=2), dict(dp=2, pp=2, zero_stage=1), dict(tp=2, pp=2), dict(tp=2, cp=2, sequence=True),
+        dict(dp=2, pp=2, zero_stage=3, schedule="interleaved", chunks=2),
         dict(dp=2, cp=2, zero_stage=3), dict(pp=2, cp=2), dict(dp=2, tp=2, sequence=True, zero_stage=2)]
 EIGHT = [dict(dp=2, tp=2, pp=2), dict(dp=2, tp=2, pp=2, sequence=True, zero_stage=1)]
 LAYOUTS = {2: TWO, 4: FOUR, 8: EIGHT}

@@ -90,10 +90,10 @@ def test_offloaded_states_give_the_same_bits_and_the_same_state(dtype):
         if step == 2:  # either goes on from the other's state
             saved = [{name: t.clone() for name, t in each.state_tensors().items()} for each in (optimizer, plain)]
             assert saved[0].keys() == saved[1].keys()
-            optimizer = AdamW(ours.named_parameters(), lr=1e-2, weight_decay=0.1, offload=True)
             for parameter in ours.parameters():
-                parameter.data += 1  # weights are loaded into the model after the optimizer was made
-            ours.load_state_dict(theirs.state_dict())
+                parameter.data += 1
+            optimizer = AdamW(ours.named_parameters(), lr=1e-2, weight_decay=0.1, offload=True)
+            ours.load_state_dict(theirs.state_dict())  # weights may be loaded after the optimizer was made
             optimizer.load_state_tensors(saved[1])
             plain.load_state_tensors(saved[0])
     for p, q in zip(ours.parameters(), theirs.parameters()):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import minirl.parallel.zero as zero_module
 from minirl.config import UserError
@@ -174,14 +175,17 @@ RUNS = {  # ranks -> (stage, case)
 
 def all_runs(ranks: int) -> dict:
     """Everything that needs so many ranks, in one start of them."""
-    results = {(stage, name): train(stage, CASES[name], offload=name == "offloaded") for stage, name in RUNS[ranks]}
+    results = {}
+    for stage, name in RUNS[ranks]:
+        with set_checkpoint_early_stop(name != "recomputed"):  # to the block's end, as torch does not by itself
+            results[stage, name] = train(stage, CASES[name], offload=name == "offloaded")
     if ranks == 2:
         results |= {("sent", stage): sent(stage) for stage in range(4)}
         results |= {("poisoned", stage): poisoned(stage) for stage in range(1, 4)}
         results |= {("bfloat16", stage): bfloat16(stage) for stage in range(4)}
         results |= {"outside": outside()}
     if ranks == 4:
-        results |= {("memory", stage): memory(stage) for stage in range(4)}
+        results |= {("memory", stage): memory(stage) for stage in range(4)} | {"frozen": memory(3, frozen=True)}
         results |= {("tensor parallel", stage): with_tensor_parallelism(stage) for stage in range(4)}
     return results
 
@@ -270,15 +274,17 @@ def bytes_in_memory() -> int:
     return sum(storages.values())
 
 
-def memory(stage: int) -> dict:
+def memory(stage: int, frozen: bool = False) -> dict:
     """Bytes in memory since the model was made: at rest, with gradients, and at most on the way."""
     mesh = init_mesh("cpu")
     mine = own_rows(mesh).replace(lengths=torch.full((len(own_rows(mesh)),), 3))  # activations are not what is weighed
     gc.freeze()
     seen = []
     config = ModelConfig(30, 32, 80, 6, 4, 2, max_position_embeddings=16)
-    model = shard(Transformer(config).init_weights(torch.Generator().manual_seed(0)), mesh, stage)
-    optimizer = make_optimizer(model)
+    model = Transformer(config).init_weights(torch.Generator().manual_seed(0))
+    if frozen:
+        model.layers.requires_grad_(False)
+    optimizer = make_optimizer(shard(model, mesh, stage))
     rest = bytes_in_memory()
 
     def watched(begin):
@@ -315,6 +321,16 @@ def test_storages_are_those_of_the_docstring(together):
                 assert found["peak"] < 1.05 * found["with gradients"] + 2 * block, where
             if stage == 3:  # those, two blocks' parameters, and the embedding's
                 assert found["peak"] < 1.05 * found["with gradients"] + 4 * block + root, where
+
+
+def test_frozen_blocks_lie_in_slices_too_and_have_neither_gradient_nor_averages(together):
+    for result in together[4]:
+        found = result["frozen"]
+        P, block, root = found["P"], found["block"], found["root"]
+        assert found["rest"] == pytest.approx((P + 2 * root) / 4, rel=0.05)
+        assert found["with gradients"] == pytest.approx((P + 3 * root) / 4, rel=0.05)
+        # Two blocks gathered, and not three; the rest is what autograd keeps between forward and backward.
+        assert 2 * block < found["peak"] - found["with gradients"] < 2.75 * block
 
 
 # ------------------------------------------------------------------ numbers that are not finite, or not exact
