@@ -1,6 +1,6 @@
 """Over-training: SFT on 200 demonstrations for 1, 2, 3, 5, 10 and 20 epochs, and what a little GRPO makes of each.
 
-    python benchmarks/overtraining.py            prints the table
+    python benchmarks/overtraining.py            prints the table; about 5 minutes of one idle core
     python benchmarks/overtraining.py --docs     also puts it into docs/sft.md
 
 The task is the calculator's. A base model has seen a stream of demonstrations, long enough to write the syntax and too
@@ -8,10 +8,12 @@ short to copy a tool's result. Then it imitates 200 demonstrations, epoch after 
 epochs give more. Whether a demonstration calls the tool or only estimates was decided by chance, and nothing in a
 problem says so: what the last epochs learn about that, they learn by heart, and it is wrong about other problems.
 
-Everything is train_sft.py and train_grpo.py with the options below, for each of two seeds; --run-dir keeps the runs.
+Everything is train_sft.py and train_grpo.py with the options below, for each of three seeds. The runs stay in
+--run-dir; a command that was stopped goes on from there.
 """
 
 import argparse
+import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -24,7 +26,7 @@ sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
 import train_grpo  # noqa: E402
 import train_sft  # noqa: E402
 from minirl.checkpoint import load_model  # noqa: E402
-from minirl.config import write_text  # noqa: E402
+from minirl.config import read_json, write_text  # noqa: E402
 from minirl.data.dataset import Demonstrations  # noqa: E402
 from minirl.env import make_env  # noqa: E402
 from minirl.env.loop import collect  # noqa: E402
@@ -35,7 +37,7 @@ from minirl.parallel import Mesh  # noqa: E402
 from minirl.rollout import Rollout  # noqa: E402
 from minirl.tokenizer import load_tokenizer  # noqa: E402
 
-ROWS, EPOCHS, SEEDS = 200, (0, 1, 2, 3, 5, 10, 20), (0, 1)
+ROWS, EPOCHS, SEEDS = 200, (0, 1, 2, 3, 5, 10, 20), (0, 1, 2)
 PROBLEMS, SAMPLES = 200, 8  # held-out problems that are sampled
 ONCE = dict(task="calculator", eval_every=0, save_every=10**6, keep=1)  # measured here, saved at the end
 SFT = ONCE | dict(eval_rows=0, eval_problems=1)
@@ -53,13 +55,13 @@ BEGIN, END = "<!-- overtraining.py -->\n", "<!-- end -->\n"
 
 def train(trainer: ModuleType, folder: Path, **options) -> Path:
     """A run of a trainer, with what it prints in a file; its last checkpoint."""
-    folder.mkdir(parents=True)
-    with open(folder / "log.txt", "w") as log, redirect_stdout(log):
-        trainer.main(trainer.Config(run_dir=str(folder), **options))
-    last = folder / f"step_{read_metrics(folder / 'metrics.jsonl')[-1]['step']}"
-    if not last.is_dir():
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
+        trainer.main(trainer.Config(run_dir=str(folder), resume=True, **options))
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    if "eval/accuracy" not in last:  # which only the last step has: Ctrl-C ends a trainer in good order
         raise SystemExit(f"stopped in {folder}")
-    return last
+    return folder / f"step_{last['step']}"
 
 
 def measure(folder: Path, seed: int) -> dict[str, float]:
@@ -90,26 +92,34 @@ def table(found: dict[int, list[dict[str, float]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def experiment(run: Path, seed: int, epochs: int) -> dict[str, float]:
+    """One row of the table for one seed."""
+    base = train(train_sft, run / "base", seed=seed, **BASE)
+    fresh = seed + 100  # problems that the base has not seen
+    model = base
+    if epochs:
+        model = train(train_sft, run / f"epochs_{epochs}", init=str(base), epochs=epochs, seed=fresh, **TUNE)
+    measured = measure(model, fresh)
+    after = train(train_grpo, run / f"grpo_{epochs}", init=str(model), seed=fresh, **GRPO)
+    return measured | {"grpo": read_metrics(after.parent / "metrics.jsonl")[-1]["eval/accuracy"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/overtraining"), help="a new folder")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/overtraining"))
     parser.add_argument("--docs", action="store_true", help="put the table into docs/sft.md")
     args = parser.parse_args()
-    if args.run_dir.exists():
-        raise SystemExit(f"error: {args.run_dir} is there already: remove it, or give another --run-dir")
     found = {epochs: [] for epochs in EPOCHS}
     for seed in SEEDS:
-        run = args.run_dir / f"seed_{seed}"
-        base = train(train_sft, run / "base", seed=seed, **BASE)
         for epochs in EPOCHS:
-            fresh = seed + 100  # problems that the base has not seen
-            model = base if epochs == 0 else train(
-                train_sft, run / f"epochs_{epochs}", init=str(base), epochs=epochs, seed=fresh, **TUNE)
-            measured = measure(model, fresh)
-            after = train(train_grpo, run / f"grpo_{epochs}", init=str(model), seed=fresh, **GRPO)
-            measured["grpo"] = read_metrics(after.parent / "metrics.jsonl")[-1]["eval/accuracy"]
-            found[epochs].append(measured)
-            print(f"seed {seed}, {epochs} epochs:", *(f"{name} {measured[name]:.3f}" for name in COLUMNS), flush=True)
+            run = args.run_dir / f"seed_{seed}"
+            file = run / f"measured_{epochs}.json"
+            if not file.is_file():
+                measured = experiment(run, seed, epochs)
+                write_text(file, json.dumps(measured) + "\n")
+            found[epochs].append(read_json(file))
+            print(f"seed {seed}, {epochs} epochs:",
+                  *(f"{name} {found[epochs][-1][name]:.3f}" for name in COLUMNS), flush=True)
     print("\n" + table(found))
     if args.docs:
         page = REPO / "docs/sft.md"
