@@ -25,13 +25,28 @@ import torch
 
 import train_sft
 from minirl.advantages import group_advantages
-from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
+from minirl.checkpoint import (
+    check_tokenizer,
+    load_checkpoint,
+    open_run,
+    restore_rng,
+    rng_tensors,
+    save_checkpoint,
+)
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.lora import adapters_off, add_lora, open_policy, save_policy
+from minirl.lora import (
+    adapters_off,
+    add_lora,
+    is_adapter,
+    open_policy,
+    read_targets,
+    save_policy,
+    tokenizer_folder,
+)
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
@@ -59,7 +74,7 @@ class Config:
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
     lora_alpha: float = 32.0  # the addition counts alpha / rank times
-    lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
+    lora_targets: str = "all-linear"  # which layers: q_proj,v_proj, a regular expression for whole names, or all-linear
     qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
     gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     # task
@@ -110,7 +125,7 @@ class Config:
                        "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps", "lora_alpha")
         check_not_negative(self, "max_new_tokens", "eps_low", "eps_high", "kl_coef", "warmup_steps", "weight_decay",
                            "max_grad_norm", "eval_every", "lora_rank")
-        if self.qlora and not self.lora_rank:
+        if self.qlora and not self.lora_rank and not is_adapter(self.init):
             raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
@@ -138,11 +153,12 @@ def main(config: Config) -> None:
     if init is None:
         return  # stopped during the cold start, which --resume goes on with
     policy = open_policy(init, dtype, mesh.device, config.qlora)
-    tokenizer = load_tokenizer(init)
+    tokenizer = load_tokenizer(tokenizer_folder(init))
     if config.lora_rank and not start_folder:
-        add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=str(init),
-                 generator=torch.Generator().manual_seed(config.seed))
+        add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
+                 base_model=str(Path(init).absolute()), generator=torch.Generator().manual_seed(config.seed))
     policy.gradient_checkpointing = config.gradient_checkpointing
+    check_tokenizer(tokenizer, policy.config.vocab_size)
     spread = dict(sequence=config.sp, schedule=config.pipeline, chunks=config.chunks, context_kind=config.cp_kind)
     policy = parallelize(policy, mesh, zero_stage=config.zero, **spread)
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
@@ -152,7 +168,8 @@ def main(config: Config) -> None:
         save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, 0, save_policy, mesh)
     ref_policy = None
     if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
-        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device).requires_grad_(False)
+        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device, config.qlora)
+        ref_policy.requires_grad_(False)
         ref_policy = parallelize(ref_policy, mesh, zero_stage=3 if config.zero == 3 else 0, **spread)
 
     # ---- optimizer

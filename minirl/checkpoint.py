@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -141,16 +141,19 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 # What a resumed run may change: where and how it computes, and how long (a schedule that falls is stretched with it).
 FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
-                  "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing",
+                  "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing", "log_every",
                   "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero"}
 
 
-def open_run(config: Any, mesh: Mesh) -> Path | None:
+def open_run(config: Any, mesh: Mesh, free: Container[str] = FREE_TO_CHANGE) -> Path | None:
     """Look into the run folder `config.run_dir`: the checkpoint to resume from, or None for a new run.
 
     Touches nothing, so that an option found wrong later leaves no folder behind. UserError: the folder holds a run
-    and --resume is not given, or it is given and the run was started with other options.
+    and --resume is not given, or it is given and the run was started with other options (but for those in `free`).
     """
+    for path in (Path(config.run_dir), *Path(config.run_dir).parents):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--run-dir {config.run_dir} cannot be made: {path} is a file; name a folder")
     folder = latest_checkpoint(config.run_dir)
     if folder and not config.resume:
         raise UserError(f"{config.run_dir} already holds {folder.name}: go on from there with --resume, "
@@ -158,12 +161,26 @@ def open_run(config: Any, mesh: Mesh) -> Path | None:
     if folder and (Path(config.run_dir) / "config.json").is_file():
         saved = read_json(Path(config.run_dir) / "config.json")
         for name, value in asdict(config).items():
-            if name in saved and saved[name] != value and name not in FREE_TO_CHANGE:
+            if name in saved and saved[name] != value and name not in free:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"the run in {config.run_dir} was started with {flag} {saved[name]!r}, not {value!r}: "
                                 f"resume with the same, or start afresh with another --run-dir")
     barrier(mesh)  # the first rank may write only when all have looked
     return folder
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """UserError if the tokenizer has tokens beyond the model's vocabulary.
+
+    But for control tokens at its end that are never written: Gemma 3's has one for images, its text models no row.
+    """
+    used = {tokenizer.bos_id, tokenizer.pad_id, *tokenizer.stop_ids}
+    unused, size = {*tokenizer.special.values()} - used, tokenizer.vocab_size
+    while size - 1 in unused:
+        size -= 1
+    if size > vocab_size:
+        raise UserError(f"the tokenizer has {size} tokens, but the model's vocab_size is {vocab_size}: they do not "
+                        "belong together")
 
 
 def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer: Tokenizer | None,
@@ -264,9 +281,7 @@ def generation_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[s
     said = model.generation_config
     if tokenizer is None:
         return said
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is "
-                        f"{model.config.vocab_size}")
+    check_tokenizer(tokenizer, model.config.vocab_size)
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) and tokenizer.eos_id in ends else []  # else of another tokenizer
     ends = [*dict.fromkeys([*ends, *tokenizer.stop_ids])]

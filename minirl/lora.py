@@ -12,6 +12,8 @@ its adapters off *is* the reference model, without a second copy.
     save_adapter(model, "adapter")                                      a folder that PEFT opens
     export_merged(model, "merged")                                      a plain model folder
 
+    python -m minirl.lora runs/lora/step_200 merged                     the same, from the shell
+
 Names of modules, in targets and in files, are those of the Hugging Face model: `model.layers.0.self_attn.q_proj`,
 `lm_head`. The format and the meaning of each option are PEFT's; what is not computed here is refused by name.
 """
@@ -22,11 +24,11 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +36,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minirl.architectures import ARCHITECTURES, hf_name, to_hf
-from minirl.checkpoint import _list, _open, _save_tensors, generation_config, load_model, save_model
-from minirl.config import UserError, read_json, write_text
+from minirl.checkpoint import (
+    _checked_names,
+    _list,
+    _open,
+    _save_tensors,
+    generation_config,
+    latest_checkpoint,
+    load_model,
+    save_model,
+)
+from minirl.config import UserError, read_json, run, write_text
 from minirl.model import Transformer
 from minirl.nf4 import HEADS, NF4Linear, quantize_base
 from minirl.parallel import Mesh
 from minirl.parallel.layout import Whole
-from minirl.tokenizer import Tokenizer
+from minirl.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,15 +78,18 @@ class LoRAConfig:
         for name, kind in (("targets", str), ("exclude", str), ("layers_to_transform", int), ("layers_pattern", str),
                            ("modules_to_save", str)):
             value = () if getattr(self, name) is None else getattr(self, name)
-            if isinstance(value, int) or (isinstance(value, str) and name not in ("targets", "exclude")):
+            if not isinstance(value, Iterable) or (isinstance(value, str) and name not in ("targets", "exclude")):
                 value = (value,)
             value = value if isinstance(value, str) and value else tuple(value)
             if not all(isinstance(each, kind) for each in value):
                 raise UserError(f"{name} {value!r}: not a list of {kind.__name__}")
             object.__setattr__(self, name, value)
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise UserError(f"{name} {getattr(self, name)!r}: not a table from patterns to numbers")
+        for name, kind, what in (("rank_pattern", Mapping, "a table from patterns to numbers"),
+                                 ("alpha_pattern", Mapping, "a table from patterns to numbers"),
+                                 ("rslora", bool, "true or false"), ("ensure_weight_tying", bool, "true or false"),
+                                 ("base_model", str, "the name of a folder")):
+            if not isinstance(getattr(self, name), kind):
+                raise UserError(f"{name} {getattr(self, name)!r}: not {what}")
         for rank in (self.rank, *self.rank_pattern.values()):
             if type(rank) is not int or rank < 1:
                 raise UserError(f"rank {rank!r}: it must be a whole number, 1 or more")
@@ -225,6 +239,12 @@ def add_lora(model: Transformer, rank: int = 8, alpha: float = 16, targets: str 
             names = {end for name, _ in model.named_modules() if not (end := name.rpartition(".")[2]).isdigit()}
             raise UserError(f"{what}: nothing matches {_list(unused)}; there are {_list(names - {''}, 30)}")
     return _install(model, plan, generator)
+
+
+def read_targets(text: str) -> str | list[str]:
+    """Targets from a command line: "q_proj,v_proj" is a list of names; what has other signs is a regular expression."""
+    names = re.split(r"\s*,\s*", text)
+    return names if all(re.fullmatch(r"[\w.]+", name) for name in names) else text
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear | TrainedCopy]:
@@ -381,18 +401,43 @@ def load_adapted(folder: str | Path, dtype: torch.dtype | None = torch.float32, 
     quantize : NF4 weights in the base. Give the same as in training, which PEFT's file does not note: a QLoRA adapter
                has learned around the rounding
     """
+    model = load_model(base_of(folder), dtype, device)
+    return load_adapter(quantize_base(model) if quantize else model, folder)
+
+
+def base_of(folder: str | Path) -> Path:
+    """The base model's folder, as an adapter's adapter_config.json names it. UserError if it is not there."""
     base = read_adapter_config(folder).base_model
     if not Path(base or "?").is_dir():
-        raise UserError(f"{folder} names {base!r} as its base model, which is no folder here: open the base with "
-                        "load_model, then use load_adapter")
-    model = load_model(base, dtype, device)
-    return load_adapter(quantize_base(model) if quantize else model, folder)
+        raise UserError(f"{folder} names {base!r} as its base model, which is no folder here: write where it is under "
+                        "base_model_name_or_path in adapter_config.json")
+    return Path(base)
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Does the folder hold an adapter? Else a model, or nothing ("")."""
+    return bool(str(folder)) and (Path(folder) / "adapter_config.json").is_file()
+
+
+def tokenizer_folder(folder: str | Path) -> Path:
+    """Where the tokenizer and chat template of a policy are: in its folder, or its base's. PEFT writes none.
+
+    UserError: no such folder, or one of a run and not of a model.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"model folder {folder} does not exist")
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return folder
+    if newest := latest_checkpoint(folder):
+        raise UserError(f"{folder} is the folder of a run: give one of its checkpoints, the newest is {newest}")
+    return base_of(folder) if is_adapter(folder) else folder
 
 
 def open_policy(folder: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu",
                 quantize: bool = False) -> Transformer:
     """Whatever a trainer wrote or was given: a model folder, or an adapter's with its base. `quantize`: NF4 weights."""
-    if (Path(folder) / "adapter_config.json").is_file():
+    if is_adapter(folder):
         return load_adapted(folder, dtype, device, quantize)
     model = load_model(folder, dtype, device)
     return quantize_base(model) if quantize else model
@@ -404,10 +449,11 @@ def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | N
     (save_adapter if adapters(model) else save_model)(model, folder, tokenizer, mesh=mesh)
 
 
-def export_merged(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+def export_merged(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,
+                  dtype: torch.dtype | None = None) -> None:
     """Write a plain model folder in which base and adapter are one, and NF4 weights are whole again.
 
-    In the model's dtype: below float32 the sums are rounded, as `merge_lora` tells.
+    dtype : of the file; None: the model's. Below float32 the sums are rounded, once, as `merge_lora` tells
     """
     source = getattr(model, "module", model)
     with torch.device("meta"):
@@ -416,7 +462,8 @@ def export_merged(model: Transformer, folder: str | Path, tokenizer: Tokenizer |
     with torch.no_grad():
         for name, _ in plain.named_parameters():
             module, _, leaf = name.rpartition(".")
-            state[name] = getattr(source.get_submodule(module), leaf).detach()
+            tensor = getattr(source.get_submodule(module), leaf).detach()
+            state[name] = tensor.to(dtype or tensor.dtype)
     plain.load_state_dict(state, assign=True)
     plain.generation_config = source.generation_config
     save_model(plain, folder, tokenizer)
@@ -451,7 +498,8 @@ class _Plan(NamedTuple):
 def _plan(model: Transformer, config: LoRAConfig) -> _Plan:
     """What becomes of which module, by PEFT's rules. Changes nothing."""
     if adapters(model):
-        raise UserError("the model has adapters already: open its base anew")
+        raise UserError("the model has adapters already: train those (without --lora-rank), or merge them first, by "
+                        "python -m minirl.lora ADAPTER FOLDER")
     spell = _spelling(model)
     names = {spell(name): name for name, _ in model.named_modules() if name}
     linears = {hf for hf in names if type(model.get_submodule(names[hf])) in (nn.Linear, NF4Linear)}
@@ -506,7 +554,7 @@ def _in_layers(config: LoRAConfig, hf: str) -> bool:
     if not config.layers_to_transform or hf in config.targets:
         return True
     for pattern in config.layers_pattern or [r"[^.]*"]:
-        if match := re.match(rf".*\.{pattern}\.(\d+)\.", hf):
+        if match := re.match(rf"(?:.*\.)?{pattern}\.(\d+)\.", hf):
             return int(match[1]) in config.layers_to_transform
     return False
 
@@ -532,8 +580,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file() and (folder / "adapter_model.bin").is_file():
         raise UserError(f"{folder / 'adapter_model.bin'} is pickled: it can run code, and is never opened; let PEFT "
                         "write safetensors")
+    tensors = {}
     with _open(path) as file:
-        return {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
+        for name in _checked_names(file, path, None, ()):
+            if (plain := name.removeprefix(PREFIX)) in tensors:
+                raise UserError(f"{path} holds {plain} twice, once as {PREFIX}{plain}")
+            tensors[plain] = file.get_tensor(name)
+    return tensors
 
 
 def _required(model: nn.Module) -> dict[str, LoRALinear | TrainedCopy]:
@@ -556,3 +609,36 @@ def _spelling(model: Transformer) -> Callable[[str], str]:
     modules = ARCHITECTURES[kind].modules
     fused = len({*modules.values()}) < len(modules)
     return lambda name: hf_name(f"{name}.weight", "llama" if fused else kind).removesuffix(".weight")
+
+
+# ---- the command line ----
+
+@dataclass(frozen=True)
+class MergeConfig:
+    adapter: str  # folder of the adapter: step_N of a run, or what PEFT saved
+    out: str  # folder of the merged model, a new one
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"  # of its weights; auto: the base's
+    qlora: bool = False  # the adapter was trained with --qlora: merge with the base as it was then, rounded to 4 bits
+
+
+def main(config: MergeConfig) -> None:
+    """Merge an adapter with the base that it names: summed in float32 or wider, and rounded once."""
+    out = Path(config.out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already: name a new folder for the merged model")
+    if not is_adapter(config.adapter):
+        raise UserError(f"{config.adapter} holds no adapter_config.json: give step_N of a LoRA run, or a folder that "
+                        "PEFT saved")
+    tokenizer = load_tokenizer(tokenizer_folder(config.adapter))
+    model = load_model(base_of(config.adapter), None)
+    own = model.embed_tokens.weight.dtype
+    dtype = own if config.dtype == "auto" else getattr(torch, config.dtype)
+    model.to(torch.promote_types(torch.promote_types(own, dtype), torch.float32))
+    load_adapter(quantize_base(model) if config.qlora else model, config.adapter)
+    export_merged(model, out, tokenizer, dtype)
+    print(f"{out}: {base_of(config.adapter)} and {config.adapter} merged, {str(dtype).removeprefix('torch.')}")
+
+
+if __name__ == "__main__":
+    run(main, MergeConfig, "Merge a LoRA adapter and its base into a plain model folder.\n\n"
+        "    python -m minirl.lora runs/lora/step_200 merged")

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from minirl.chat import render, reply, template_of, turn_ends
-from minirl.checkpoint import load_model
 from minirl.config import UserError, check_positive, run
 from minirl.env.loop import prompt_tokens
 from minirl.generate import check_options, sample, uniform
+from minirl.lora import load_adapter, open_policy, tokenizer_folder
 from minirl.model import KVCache, Transformer
 from minirl.parallel import pick_dtype
 from minirl.parallel.mesh import pick_device
@@ -30,8 +30,9 @@ from minirl.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Config:
-    folder: str  # model folder or checkpoint
+    folder: str  # model folder or checkpoint, a LoRA run's too
     adapter: str = ""  # folder of a LoRA adapter to put on the model
+    qlora: bool = False  # hold the weights in 4 bits (NF4), as in a run with --qlora
     template: str = "auto"  # chat template; auto: the model's own; none: continue the text, as base models do
     system: str = ""  # system prompt
     message: str | None = None  # say this, print the answer and leave; none: a conversation
@@ -131,15 +132,15 @@ class Conversation:
 
 def main(config: Config) -> None:
     """One answer to --message; or a conversation, until the end of the input."""
-    template = template_of(config.folder) if config.template == "auto" else config.template
+    home = tokenizer_folder(config.folder)
+    template = template_of(home) if config.template == "auto" else config.template
     if template == "none":
         template = None
     if config.system and template is None:
         raise UserError("--system needs a chat template, and without one text is only continued: give --template")
-    tokenizer, device = load_tokenizer(config.folder), pick_device(config.device)
-    model = load_model(config.folder, pick_dtype(config.dtype, device), device).eval()
+    tokenizer, device = load_tokenizer(home), pick_device(config.device)
+    model = open_policy(config.folder, pick_dtype(config.dtype, device), device, config.qlora).eval()
     if config.adapter:
-        from minirl.lora import load_adapter
         load_adapter(model, config.adapter)
     conversation = Conversation(model, tokenizer, template, config)
     for message in lines() if config.message is None else [config.message]:

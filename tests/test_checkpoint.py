@@ -17,6 +17,7 @@ from torch import nn
 
 from minirl import checkpoint
 from minirl.checkpoint import (
+    check_tokenizer,
     latest_checkpoint,
     load_checkpoint,
     load_model,
@@ -734,3 +735,22 @@ def test_every_file_is_marked_as_torch_tensors_for_transformers(tmp_path):
     save_model(tiny(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("special", "fits"), [(True, True), (False, False)])
+def test_a_tokenizer_may_have_more_tokens_than_its_model_if_no_text_and_no_end_is_among_them(tmp_path, special, fits):
+    """Gemma 3's text models have no row for <image_soft_token>."""
+    ByteTokenizer().save(tmp_path)
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    file["added_tokens"].append(file["added_tokens"][0] | {"id": 260, "content": "<image>", "special": special})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 261
+    if fits:
+        save_model(tiny(), tmp_path / "model", tokenizer)
+        assert load_tokenizer(tmp_path / "model").encode("a") == [97]
+    else:
+        with pytest.raises(UserError, match="the tokenizer has 261 tokens, but the model's vocab_size is 260"):
+            save_model(tiny(), tmp_path / "model", tokenizer)
+    with pytest.raises(UserError, match="the tokenizer has 258 tokens"):
+        check_tokenizer(ByteTokenizer(), 257)

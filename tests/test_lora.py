@@ -8,19 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from stubs import Pieces, random_policy
+from talk import chat_tokenizer
 from test_checkpoint import SHAPES, TINY, TOKENS, edit_json, logits, tiny
 from torch import nn
 
 from minirl import checkpoint
-from minirl.checkpoint import load_model, restore_rng, rng_tensors, save_model
+from minirl.checkpoint import load_model, restore_rng, rng_tensors, save_checkpoint, save_model
 from minirl.config import UserError
 from minirl.generate import generate
 from minirl.logprobs import token_logprobs
 from minirl.lora import (
     LoRAConfig,
     LoRALinear,
+    MergeConfig,
     TrainedCopy,
     adapters,
     adapters_off,
@@ -28,8 +30,11 @@ from minirl.lora import (
     export_merged,
     load_adapted,
     load_adapter,
+    main,
     merge_lora,
+    read_targets,
     save_adapter,
+    tokenizer_folder,
     trainable_parameters,
     unmerge_lora,
 )
@@ -37,7 +42,7 @@ from minirl.nf4 import NF4Linear, quantize_base
 from minirl.optim import AdamW
 from minirl.parallel import init_mesh
 from minirl.parallel.data import sum_gradients
-from minirl.tokenizer import load_tokenizer
+from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 UNTIED = replace(TINY, tie_word_embeddings=False)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -307,6 +312,41 @@ def test_an_exported_model_is_a_plain_folder_with_equal_logits(tmp_path, options
 
 # ---- head and embedding ----
 
+@pytest.mark.parametrize(("base", "asked", "dtype"), [
+    (torch.float32, "auto", torch.float32), (torch.bfloat16, "auto", torch.bfloat16),
+    (torch.bfloat16, "float32", torch.float32), (torch.float32, "float16", torch.float16)])
+@pytest.mark.parametrize("qlora", [False, True])
+def test_the_command_merges_in_float32_and_rounds_once(tmp_path, capsys, base, asked, dtype, qlora):
+    model = tiny(UNTIED).to(base)
+    model.generation_config = {"eos_token_id": [256, 3], "temperature": 0.7}
+    save_model(model, tmp_path / "base", ByteTokenizer())
+    before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    model = tiny(UNTIED).to(base).float()
+    moved(add_lora(quantize_base(model) if qlora else model, targets=["q_proj", "lm_head"],
+                   modules_to_save=["model.norm"], base_model=str(tmp_path / "base")))
+    save_adapter(model, tmp_path / "adapter")  # as PEFT does, without a tokenizer
+    main(MergeConfig(str(tmp_path / "adapter"), str(tmp_path / "merged"), asked, qlora))
+    merged = load_model(tmp_path / "merged", None)
+    for name, parameter in merged.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        assert torch.equal(parameter, getattr(model.get_submodule(module), leaf).to(dtype)), name
+    assert merged.generation_config["eos_token_id"] == [256, 3] and merged.generation_config["temperature"] == 0.7
+    assert load_tokenizer(tmp_path / "merged").encode("a") == [97]
+    assert str(tmp_path / "merged") in capsys.readouterr().out
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+
+
+def test_the_command_overwrites_nothing_and_says_what_it_needs(tmp_path):
+    save_model(tiny(), tmp_path / "base", ByteTokenizer())
+    save_adapter(adapted(base_model=str(tmp_path / "base")), tmp_path / "run/step_2")
+    for out in ("base", "run/step_2", "base/config.json"):
+        said = refused(main, MergeConfig(str(tmp_path / "run/step_2"), str(tmp_path / out)))
+        assert "is there already: name a new folder" in said
+    said = refused(main, MergeConfig(str(tmp_path / "run"), str(tmp_path / "out")))
+    assert "holds no adapter_config.json: give step_N of a LoRA run" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_of_the_head_takes_part_though_the_head_is_never_called():
     model = adapted(UNTIED, targets=["lm_head"])
     assert [*adapters(model)] == ["lm_head"]
@@ -369,6 +409,7 @@ GATE, UP, DOWN = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
     ({"targets": ["q_proj"], "layers_to_transform": [1]}, {Q: "1"}),
     ({"targets": ["q_proj"], "layers_to_transform": 0}, {Q: "0"}),
     ({"targets": ["q_proj"], "layers_to_transform": 2, "layers_pattern": "layers"}, {Q: "2"}),
+    ({"targets": ["q_proj"], "layers_to_transform": 2, "layers_pattern": ["blocks", "model.layers"]}, {Q: "2"}),
     ({"targets": ["model.layers.0.self_attn.q_proj", "k_proj"], "layers_to_transform": [1]}, {Q: "0", K: "1"}),
     ({"layers_to_transform": [0, 2]}, {name: "02" for name in (Q, K, V, O, GATE, UP, DOWN)}),
     ({"exclude": ["layers.0.self_attn.q_proj", "mlp.down_proj"]}, {Q: "12", **{n: "012" for n in (K, V, O, GATE, UP)}}),
@@ -509,6 +550,11 @@ def test_another_alpha_in_the_config_changes_the_output(tmp_path):
     ({"r": "8"}, "rank '8'"),
     ({"rank_pattern": [4]}, "rank_pattern [4]: not a table"),
     ({"target_modules": "(q"}, "'(q' is no regular expression"),
+    ({"target_modules": 1.5}, "targets (1.5,): not a list of str"),
+    ({"layers_to_transform": 1.5}, "layers_to_transform (1.5,): not a list of int"),
+    ({"modules_to_save": True}, "modules_to_save (True,): not a list of str"),
+    ({"use_rslora": "false"}, "rslora 'false': not true or false"),
+    ({"base_model_name_or_path": ["a"]}, "base_model ['a']: not the name of a folder"),
 ])
 def test_an_adapter_that_would_be_computed_wrongly_is_refused_by_name(tmp_path, changes, said):
     save_adapter(adapted(), tmp_path)
@@ -546,6 +592,12 @@ def test_files_that_are_absent_broken_or_pickled_are_named(tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[:-5])
     assert "adapter_model.safetensors is truncated" in refused(load_adapter, tiny(), tmp_path)
+    save_file({name: tensor.to(torch.int8) for name, tensor in load(content).items()}, file)
+    said = refused(load_adapter, tiny(), tmp_path)
+    assert "weights that are no floats" in said and "layers.0.mlp.down_proj.lora_A.weight (I8)" in said
+    twice = {name.removeprefix("base_model.model."): tensor.clone() for name, tensor in load(content).items()}
+    save_file(load(content) | twice, file)
+    assert ".weight twice, once as base_model.model." in refused(load_adapter, tiny(), tmp_path)
     file.unlink()
     assert "adapter_model.safetensors does not exist" in refused(load_adapter, tiny(), tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
@@ -591,6 +643,8 @@ PEFT_CASES = {
     "q and v": ("llama", {"targets": ["q_proj", "v_proj"]}),
     "regex": ("llama", {"targets": r".*\.[02]\..*(q|down)_proj", "exclude": ["layers.0.self_attn.q_proj"]}),
     "layers": ("llama", {"targets": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "layers by their whole name": ("llama", {"targets": ["q_proj"], "layers_to_transform": [1],
+                                             "layers_pattern": "model.layers"}),
     "patterns": ("qwen3", {"rslora": True, "rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_proj": 3},
                            "alpha_pattern": {"^model.layers.1.*": 5}}),
     "biases": ("qwen2", {"targets": ATTENTION}),
@@ -754,6 +808,36 @@ def test_a_base_that_is_not_there_is_named(tmp_path):
     assert "names 'somewhere/else' as its base model, which is no folder here" in refused(load_adapted, tmp_path)
     save_adapter(adapted(), tmp_path)
     assert "names '' as its base model" in refused(load_adapted, tmp_path)
+
+
+def test_the_tokenizer_is_the_adapters_own_with_all_ends_of_a_text_or_else_the_bases(tmp_path):
+    model = tiny()
+    model.generation_config = {"eos_token_id": [256, 257]}
+    save_model(model, tmp_path / "base", ByteTokenizer())
+    (tmp_path / "base/tokenizer.json").write_text(json.dumps(json.loads(
+        (tmp_path / "base/tokenizer.json").read_text()) | {"version": "changed"}))
+    tokenizer = chat_tokenizer(tmp_path)
+    larger = tiny(replace(TINY, vocab_size=420))
+    larger.generation_config = {"eos_token_id": [300, 302, 304]}
+    save_model(larger, tmp_path / "chat", tokenizer)
+    assert load_tokenizer(tmp_path / "chat").stop_ids == (300, 302, 304)
+    save_adapter(add_lora(larger, base_model="chat"), tmp_path / "adapter", tokenizer)
+    assert load_tokenizer(tmp_path / "adapter").stop_ids == (300, 302, 304), "a resumed run would stop elsewhere"
+    save_adapter(adapted(base_model=str(tmp_path / "base")), tmp_path / "peft")
+    assert tokenizer_folder(tmp_path / "peft") == tmp_path / "base"
+    assert tokenizer_folder(tmp_path / "adapter") == tmp_path / "adapter"
+    assert tokenizer_folder(tmp_path / "base") == tmp_path / "base"
+    assert "model folder nowhere does not exist" in refused(tokenizer_folder, "nowhere")
+    step = save_checkpoint(tmp_path / "run", 4, larger, tokenizer, {}, {}, write=save_adapter)
+    said = refused(tokenizer_folder, tmp_path / "run")
+    assert f"run is the folder of a run: give one of its checkpoints, the newest is {step}" in said
+
+
+@pytest.mark.parametrize(("text", "targets"), [
+    ("q_proj,v_proj", ["q_proj", "v_proj"]), ("q_proj , mlp.up_proj", ["q_proj", "mlp.up_proj"]),
+    ("q_proj", ["q_proj"]), ("all-linear", "all-linear"), (r".*\.(q|v)_proj", r".*\.(q|v)_proj"), ("", "")])
+def test_targets_of_a_command_line_are_names_or_a_regular_expression(text, targets):
+    assert read_targets(text) == targets
 
 
 def test_options_are_left_as_they_were():

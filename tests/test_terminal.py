@@ -15,6 +15,7 @@ from minirl.checkpoint import save_model
 from minirl.config import UserError
 from minirl.generate import generate
 from minirl.jinja_templates import save_chat_template
+from minirl.lora import add_lora, save_adapter, trainable_parameters
 from minirl.terminal import Config, Conversation, Row, lines, main
 from minirl.tokenizer import ByteTokenizer
 
@@ -119,16 +120,17 @@ def test_the_folders_template_is_taken_unless_told_otherwise(folder, monkeypatch
 
 
 def test_an_adapter_is_put_on_the_model(folder, capsys, tmp_path_factory):
-    lora = pytest.importorskip("minirl.lora")
     adapter = tmp_path_factory.mktemp("adapter")
-    policy = lora.add_lora(random_policy(258, context=128), rank=2)
-    for name, parameter in lora.trainable_parameters(policy).items():
+    policy = add_lora(random_policy(258, context=128), rank=2, base_model=str(folder))
+    for name, parameter in trainable_parameters(policy).items():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
-    lora.save_adapter(policy, adapter)
+    save_adapter(policy, adapter)
     config = Config(str(folder), adapter=str(adapter), message="Hi", max_new_tokens=9, temperature=0.0, dtype="float64")
     main(config)
     answer = ByteTokenizer().decode(Row(policy, [*b"Hi"]).sample({256}, config))
     assert capsys.readouterr().out == answer + "\n"
+    main(Config(str(adapter), message="Hi", max_new_tokens=9, temperature=0.0, dtype="float64"))
+    assert capsys.readouterr().out == answer + "\n", "an adapter alone: on the base that it names"
     main(Config(str(folder), message="Hi", max_new_tokens=9, temperature=0.0, dtype="float64"))
     assert capsys.readouterr().out != answer + "\n"
 
