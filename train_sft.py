@@ -22,14 +22,22 @@ from typing import Literal
 import torch
 
 from minirl.chat import turn_ends
-from minirl.checkpoint import load_checkpoint, open_run, restore_rng, rng_tensors, save_checkpoint
+from minirl.checkpoint import (
+    FREE_TO_CHANGE,
+    check_tokenizer,
+    load_checkpoint,
+    open_run,
+    restore_rng,
+    rng_tensors,
+    save_checkpoint,
+)
 from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
 from minirl.env import make_env
 from minirl.evaluate import evaluate, evaluate_loss, sample_text
-from minirl.jinja_templates import chat_template, template_of
+from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output
-from minirl.lora import add_lora, open_policy, save_policy
+from minirl.lora import add_lora, is_adapter, open_policy, read_targets, save_policy, tokenizer_folder
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer
@@ -59,7 +67,7 @@ class Config:
     context: int = 0  # longest row or window in tokens; 0: the model's own (of a new one, twice what the rows need)
     lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
     lora_alpha: float = 32.0  # the addition counts alpha / rank times
-    lora_targets: str = "all-linear"  # which layers: a regular expression for their names, or all-linear
+    lora_targets: str = "all-linear"  # which layers: q_proj,v_proj, a regular expression for whole names, or all-linear
     qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
     gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     # data
@@ -109,12 +117,14 @@ class Config:
                            "max_new_tokens", "lora_rank", "epochs", "patience", "train_rows")
         if self.lora_rank and not self.init:
             raise UserError("--lora-rank adds to the weights of a checkpoint: give its folder with --init")
-        if self.qlora and not self.lora_rank:
+        if self.qlora and not self.lora_rank and not is_adapter(self.init):
             raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
         if self.pack and self.task != "jsonl":
             raise UserError("--pack is for --task jsonl: an environment's rows are built when they are needed")
         if self.patience and not self.eval_rows:
             raise UserError("--patience watches the held-out loss: give --eval-rows")
+        if self.patience and not self.eval_every:
+            raise UserError("--patience counts evaluations: give --eval-every")
 
 
 def main(config: Config) -> Path | None:
@@ -123,18 +133,17 @@ def main(config: Config) -> Path | None:
     mesh = init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.batch_size, "rows of --batch-size")
-    start_folder = open_run(config, mesh)
+    start_folder = open_run(config, mesh, FREE_TO_CHANGE | {"epochs"})
     init = start_folder or config.init
 
     # ---- data
-    tokenizer = load_tokenizer(init) if init else ByteTokenizer()
+    tokenizer = load_tokenizer(tokenizer_folder(init)) if init else ByteTokenizer()
     if config.task == "jsonl":
-        own = template_of(init) if init else None
-        template = config.template if config.template != "auto" else own or "plain"
-        tokenizer.chat_template = chat_template(template)  # written beside the model, for whoever talks to it,
-        tokenizer.add_stops(turn_ends(tokenizer, template))  # with the end of a turn, where its answers will stop
-        data = read_rows(config.data, config.eval_data, tokenizer, template, config.seed, config.batch_size,
+        data = read_rows(config.data, config.eval_data, tokenizer, config.template, config.seed, config.batch_size,
                          config.train_rows)
+        if data.template:
+            tokenizer.chat_template = chat_template(data.template)  # written beside the model, for whoever talks to it,
+            tokenizer.add_stops(turn_ends(tokenizer, data.template))  # with the end of a turn, where its answers stop
     else:
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
         data = Demonstrations(env, tokenizer, config.train_rows, config.seed)
@@ -149,9 +158,10 @@ def main(config: Config) -> Path | None:
         policy = Transformer(shape).init_weights(torch.Generator().manual_seed(config.seed))
         policy = policy.to(mesh.device, dtype)
     if config.lora_rank and not start_folder:
-        add_lora(policy, config.lora_rank, config.lora_alpha, config.lora_targets, base_model=config.init,
-                 generator=torch.Generator().manual_seed(config.seed))
+        add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
+                 base_model=str(Path(config.init).absolute()), generator=torch.Generator().manual_seed(config.seed))
     policy.gradient_checkpointing = config.gradient_checkpointing
+    check_tokenizer(tokenizer, policy.config.vocab_size)
     policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
                          chunks=config.chunks, context_kind=config.cp_kind)
     context = min(config.context or policy.config.context, policy.config.context)
@@ -165,7 +175,11 @@ def main(config: Config) -> Path | None:
     if config.epochs and not data.size("train"):
         raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps, or "
                         "--train-rows")
-    steps = ceil(config.epochs * data.size("train") / config.batch_size) if config.epochs else config.steps
+    steps = config.steps
+    if config.epochs:
+        steps = ceil(round(config.epochs * data.size("train") / config.batch_size, 6))  # 0.1 * 30 / 1 is above 3
+    if mesh.is_main and config.warmup_steps >= steps:
+        print(f"hint: --warmup-steps {config.warmup_steps}, but there are {steps} updates: --lr is never reached")
 
     # ---- resume
     start, end = 0, steps
@@ -176,7 +190,10 @@ def main(config: Config) -> Path | None:
         optimizer.load_state_tensors(restore_rng(tensors))
         start, best = state["step"], state["best"]
         guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
-        end = start if state["ended_early"] else end
+        if not (Path(config.run_dir) / f"step_{best['step']}").is_dir():  # somebody made room
+            best |= {"loss": inf, "step": 0}
+        if state["solved"] or 0 < config.patience <= best["stale"]:
+            end = start
     if mesh.is_main:
         save_config(config, config.run_dir)
     columns = ["loss", "grad_norm", "lr", "tokens", "eval/loss", "eval/accuracy"]
@@ -215,24 +232,23 @@ def main(config: Config) -> Path | None:
             "skipped_steps": guard.skipped,
             "time/tokens_per_second": stats["tokens"] / (perf_counter() - began),
         }
-        last, early, improved = step, False, False
+        last, solved, improved = step, False, False
         if step == end or (config.eval_every and step % config.eval_every == 0):
             if data.env:
                 metrics |= evaluate(policy, tokenizer, data.env, config.eval_problems, mesh, config.max_new_tokens,
                                     config.max_rows)
-                early |= metrics["eval/accuracy"] >= config.until_accuracy
+                solved = metrics["eval/accuracy"] >= config.until_accuracy
             if config.eval_rows:
                 metrics |= evaluate_loss(policy, data, config.eval_rows, mesh, config.microbatch_size)
                 improved = metrics["eval/loss"] < best["loss"]
                 best = {"loss": metrics["eval/loss"], "step": step, "stale": 0} if improved else (
                     best | {"stale": best["stale"] + 1})
-                early |= 0 < config.patience <= best["stale"]
         stopping = stop.requested(mesh)
-        over = stopping or early or step == end
+        over = stopping or solved or 0 < config.patience <= best["stale"] or step == end
         logger.log(step, metrics)
         if over or improved or step % config.save_every == 0:
             tensors = optimizer.state_tensors() | rng_tensors()
-            state = {"step": step, "ended_early": early, "best": best, "skipped": guard.skipped,
+            state = {"step": step, "solved": solved, "best": best, "skipped": guard.skipped,
                      "skipped_in_a_row": guard.in_a_row}
             save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, best["step"],
                             save_policy, mesh)
@@ -243,7 +259,7 @@ def main(config: Config) -> Path | None:
     if stopping:
         return None
     if mesh.is_main and best["step"]:
-        print(f"best: step_{best['step']}, eval/loss {best['loss']:.4f}")
+        print(f"best: {config.run_dir}/step_{best['step']}, eval/loss {best['loss']:.4f}")
     if data.env:
         text = sample_text(policy, tokenizer, data.env, config.max_new_tokens)
         if mesh.is_main:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minirl.advantages import constant_groups
-from minirl.chat import template_of, turn_ends
+from minirl.chat import turn_ends
 from minirl.checkpoint import latest_checkpoint
 from minirl.config import UserError, check_not_negative, check_positive, read_json, run
 from minirl.data.dataset import Demonstrations, Rows, read_rows
@@ -25,7 +25,7 @@ from minirl.env.loop import collect
 from minirl.generate import generate
 from minirl.graduate import checklist, is_ready, loss_measures, report, sample_measures
 from minirl.logprobs import rollout_logprobs
-from minirl.lora import open_policy
+from minirl.lora import open_policy, tokenizer_folder
 from minirl.metrics import read_metrics
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum, close_mesh, init_mesh, pick_dtype
@@ -175,11 +175,11 @@ def main(config: Config) -> int:
     saved = read_json(run_dir / "config.json") if run_dir else {}
     asked, trained = settings(config, saved)
     policy = open_policy(folder, pick_dtype(config.dtype, mesh.device), mesh.device, saved.get("qlora", False))
-    tokenizer = load_tokenizer(folder)
-    data = open_data(asked, policy, tokenizer, folder)
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    data = open_data(asked, policy, tokenizer)
     env, limits = data.env, (mesh, config.max_new_tokens, config.max_rows)
     if saved and asked["task"] not in (trained["task"], "jsonl"):
-        data = open_data(trained, policy, tokenizer, folder)  # the loss is that of the rows which were learnt
+        data = open_data(trained, policy, tokenizer)  # the loss is that of the rows which were learnt
 
     found = evaluate(policy, tokenizer, env, config.eval_problems, *limits) if env else {}
     for split in ("eval", "train") if config.eval_rows else ():
@@ -198,7 +198,7 @@ def main(config: Config) -> int:
         measured["baseline"] = baseline_accuracy(config, saved, run_dir, env, limits)
     rollout = sample_groups(policy, tokenizer, env or data, config, asked["seed"])
     if rollout:
-        ends = set() if env else turn_ends(tokenizer, chat_template_of(asked, folder))
+        ends = set() if env or not data.template else turn_ends(tokenizer, data.template)
         measured |= sample_measures(rollout, config.samples, ends | {tokenizer.eos_id})
     results = checklist(measured)
     if mesh.is_main:
@@ -261,21 +261,16 @@ def settings(config: Config, saved: dict[str, Any]) -> tuple[dict[str, Any], dic
     return asked, trained
 
 
-def open_data(options: dict[str, Any], policy: Transformer, tokenizer: Tokenizer,
-              folder: Path) -> Demonstrations | Rows:
+def open_data(options: dict[str, Any], policy: Transformer, tokenizer: Tokenizer) -> Demonstrations | Rows:
     """The rows of a file, or an environment and its expert, as far as they fit the model."""
     if options["task"] == "jsonl":
-        data = read_rows(options["data"], options["eval_data"], tokenizer, chat_template_of(options, folder),
-                         options["seed"], 0, options["train_rows"])
+        data = read_rows(options["data"], options["eval_data"], tokenizer, options["template"], options["seed"], 0,
+                         options["train_rows"])
     else:
         names = ("data", "eval_data", "difficulty", "seed")
         env = make_env(options["task"], **{name: options[name] for name in names})
         data = Demonstrations(env, tokenizer, options["train_rows"], options["seed"])
     return data.fit(policy.config.context, options["drop_long_rows"])
-
-
-def chat_template_of(options: dict[str, Any], folder: Path) -> str:
-    return (template_of(folder) or "plain") if options["template"] == "auto" else options["template"]
 
 
 def baseline_accuracy(config: Config, saved: dict[str, Any], run_dir: Path | None, env: Env,
@@ -295,7 +290,8 @@ def baseline_accuracy(config: Config, saved: dict[str, Any], run_dir: Path | Non
         raise UserError(f"the model to compare with, {start}, is not there: give --baseline, or --baseline-accuracy")
     mesh = limits[0]
     policy = open_policy(start, pick_dtype(config.dtype, mesh.device), mesh.device)
-    return evaluate(policy, load_tokenizer(start), env, config.eval_problems, *limits)["eval/accuracy"]
+    tokenizer = load_tokenizer(tokenizer_folder(start))
+    return evaluate(policy, tokenizer, env, config.eval_problems, *limits)["eval/accuracy"]
 
 
 if __name__ == "__main__":

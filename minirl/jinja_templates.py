@@ -15,6 +15,7 @@ from pathlib import Path
 
 from minirl.config import UserError, read_json, write_text
 from minirl.templates import LLAMA_TOOLS, NO_THOUGHT, TEMPLATES, TOOLS_AFTER, TOOLS_BEFORE, find_template
+from minirl.tokenizer import Tokenizer
 
 # ------------------------------------------------------------------ writing. Words in capitals are filled in.
 
@@ -173,12 +174,27 @@ def template_of(folder: str | Path) -> str | None:
     source = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     if source is None and config.is_file():
         source = read_json(config).get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((entry.get("template") for entry in source
-                       if isinstance(entry, dict) and entry.get("name") == "default"), None)
+    source = _default(source)
     if source and not isinstance(source, str):
         raise UserError(f"{config}: chat_template is {source!r:.60}, which is no text")
     return recognise(source, str(folder)) if source else None
+
+
+def template_for(tokenizer: Tokenizer, name: str = "auto") -> str:
+    """The template to write conversations with: `name`, which must be one; "auto": the tokenizer's own, or plain."""
+    if name != "auto":
+        find_template(name)
+        return name
+    source = _default(tokenizer.chat_template)
+    return recognise(source) if source else "plain"
+
+
+def _default(source: str | list | None) -> str | None:
+    """Of several templates, by name, the one that is called default."""
+    if isinstance(source, list):
+        source = next((entry.get("template") for entry in source
+                       if isinstance(entry, dict) and entry.get("name") == "default"), None)
+    return source
 
 
 def recognise(source: str, where: str = "the tokenizer") -> str:

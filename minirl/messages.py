@@ -80,7 +80,7 @@ def check_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
 def to_json(value: Any, what: str = "a value", indent: int | None = None) -> str:
     """JSON as the templates of transformers write it: characters as they are, a space behind comma and colon."""
     try:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{what} is no JSON: {error}") from None
 

@@ -1,16 +1,19 @@
 """Files of rows: which tokens are learnt, windows that leak nothing, batches that anyone can ask for again."""
 
 import json
+import math
 
 import pytest
 import torch
 from stubs import Pieces, random_policy
+from talk import chat_tokenizer
 
 from minirl.config import UserError
 from minirl.data.dataset import POOL, Demonstrations, Rows, collate, read_rows
 from minirl.data.jsonl import read_jsonl
-from minirl.data.sft import Row, encode_row, pack, read_sft
+from minirl.data.sft import Row, encode_row, pack
 from minirl.env import GSM8K, Addition
+from minirl.jinja_templates import chat_template
 from minirl.logprobs import rollout_logprobs, token_logprobs
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.parallel import forward_backward, init_mesh
@@ -58,6 +61,64 @@ def test_every_assistant_turn_is_learnt_and_in_a_completion_only_the_last():
     assert sum(whole.mask) == 5 and sum(last.mask) == 2, "each turn with its end"
 
 
+def test_what_is_learnt_of_a_completion_does_not_depend_on_what_a_template_deletes(tmp_path):
+    """Qwen3's deletes the thoughts before the last question: with the completion the prompt is shorter than alone."""
+    prompt = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "<think>hm hm hm hm</think>x"}]
+    completion = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "<think>t</think>yz"}]
+    tokenizer = chat_tokenizer(tmp_path)
+    row = encode({"prompt": prompt, "completion": completion}, tokenizer, "qwen3")
+    said = tokenizer.decode([t for t, m in zip(row.tokens, row.mask, strict=True) if m], special=True)
+    assert said == "<think>\nt\n</think>\n\nyz<|im_end|>"
+    first = encode({"prompt": [], "completion": [{"role": "assistant", "content": "yz"}]})
+    assert BYTES.decode(first.tokens) == "assistant:\nyz" and sum(first.mask) == 3
+
+
+def test_columns_of_trl_are_read_unchanged(tmp_path):
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+2", "tool_calls": None},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+                {"role": "tool", "name": "add", "content": "3"}, {"role": "assistant", "content": "3"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    plain = encode({"messages": messages, "tools": tools})
+    assert plain == encode({"messages": messages, "tools": json.dumps(tools)})
+    others = {"prompt": None, "completion": None, "text": None, "chat_template_kwargs": None, "score": math.nan}
+    assert plain == encode({"messages": messages, "tools": tools, **others})
+    tokenizer = chat_tokenizer(tmp_path)
+    chat = {"messages": [messages[1], messages[4]]}
+    quiet = encode({**chat, "chat_template_kwargs": {"enable_thinking": False}}, tokenizer, "qwen3")
+    assert sum(quiet.mask) < sum(encode(chat, tokenizer, "qwen3").mask), "an empty thought is given, not said"
+
+
+@pytest.mark.parametrize(("column", "message"), [
+    ({"tools": "[oops"}, "tools is '[oops': a list, or a string that holds one as JSON"),
+    ({"tools": '"add"'}, "tools is 'add', not a list"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs is [1], not an object"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "enable_thinking is 'no', not a bool"),
+    ({"chat_template_kwargs": {"thinking": True}}, "has 'thinking', which no template here knows: they know enable_"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": math.nan}}}]}, "is no JSON"),
+])
+def test_a_column_that_would_be_misread_is_named(column, message):
+    chat = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(UserError) as error:
+        encode({"messages": chat, **column})
+    assert str(error.value).startswith("rows.jsonl:1: ") and message in str(error.value)
+
+
+def test_a_template_is_looked_for_only_where_there_are_messages(tmp_path):
+    texts, chats = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl"
+    texts.write_text(2 * '{"text": "a"}\n')
+    chats.write_text(2 * '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    foreign = ByteTokenizer(chat_template="{{ '[INST]' }}")
+    assert read_rows(str(texts), "", foreign, "auto", 0, 1).template == ""
+    assert read_rows(str(chats), "", foreign, "plain", 0, 1).template == "plain"
+    assert read_rows(str(chats), "", BYTES, "auto", 0, 1).template == "plain"
+    assert read_rows(str(chats), "", ByteTokenizer(chat_template("plain")), "auto", 0, 1).fit(99).template == "plain"
+    with pytest.raises(UserError, match="looks like Llama 2's or Mistral's"):
+        read_rows(str(chats), "", foreign, "auto", 0, 1)
+    with pytest.raises(UserError, match="chat template 'plane' is unknown; the nearest is 'plain'"):
+        read_rows(str(texts), "", BYTES, "plane", 0, 1)
+
+
 def test_control_tokens_in_a_row_are_plain_text():
     row = encode({"prompt": "<|endoftext|>", "completion": "<|pad|>"})
     assert row.tokens.count(EOS) == 1 and BYTES.pad_id not in row.tokens
@@ -65,10 +126,13 @@ def test_control_tokens_in_a_row_are_plain_text():
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"prompt": "a"}, "the row has ['prompt'] of messages"),
-    ({"question": "a"}, "the row has none of messages"),
+    ({"question": "a", "answer": "b"}, "the row has none of messages"),
+    ({"question": "a", "answer": "b"}, "or text; its columns are 'question', 'answer'"),
     ({"text": "a", "messages": []}, "the row has ['messages', 'text']"),
     ({"text": 3}, "text is a int"),
     ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "completion is a list, prompt is a str"),
+    ({"text": None}, "the row has none of messages"),
+    ({"messages": None, "prompt": "a"}, "the row has ['prompt'] of messages"),
     ({"prompt": "a", "completion": ""}, "nothing in the row is to be learnt"),
     ({"text": ""}, "nothing in the row is to be learnt"),
     ({"messages": [{"role": "user", "content": "a"}]}, "nothing in the row is to be learnt"),
@@ -83,7 +147,12 @@ def test_a_row_that_cannot_be_used_is_named_with_its_place(row, message):
 
 @pytest.mark.parametrize(("content", "message"), [
     ("", "is empty"), ("\n\n", "is empty"), ('{"text": "a"}\n\n{oops', ":3: not JSON"), ("[1]", ":1: a list, not"),
-    (b"\xff\xfe", ":1: not JSON"),
+    (b"\xff\xfe", ":1: not JSON"), (b'{"text": "caf\xe9"}', r":1: not JSON \('utf-8' codec can't decode byte 0xe9"),
+    ('{\n  "text": "a"\n}', r":1: not JSON \(.* at column 2\): each line must hold one whole object"),
+    ('{"text": "a"}\n{"text": "a", "text": "b"}', r":2: not JSON \(the key 'text' stands there twice\)"),
+    ('{"text": [{"a": 1, "b": 2, "a": 3}]}', "the key 'a' stands there twice"),
+    ('{"text": "\\ud800"}', ":1: not JSON .*surrogates not allowed"), (100000 * "[", ":1: not JSON .*recursion"),
+    ('{"text": ' + 5000 * "9" + "}", ":1: not JSON .*digits"),
 ])
 def test_a_broken_file_is_named_with_its_line(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
@@ -96,8 +165,10 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, message):
 
 def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    path.write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
     assert read_jsonl(path) == [(f"{path}:1", {"text": "a\u2028b\x85c"})]
+    path.write_text('{"text": "\\ud83d\\ude00"}')
+    assert read_jsonl(path) == [(f"{path}:1", {"text": "\N{GRINNING FACE}"})]
 
 
 def test_the_last_tenth_is_held_out_unless_a_file_is_given(tmp_path):
@@ -157,6 +228,20 @@ def test_rows_of_similar_length_share_a_batch():
     assert padding(grouped) < 0.1 * padding(mixed)
     firsts = [int(grouped.batch(8 * i, 1).lengths[0]) for i in range(POOL)]
     assert firsts != sorted(firsts), "ascending lengths would be a curriculum"
+
+
+@pytest.mark.parametrize("count", [8 * 50, 8 * 50 + 1, 8 * 9 + 7, 5])
+def test_batches_of_similar_length_begin_and_end_where_updates_do(count):
+    """Also when an epoch ends in the middle of one; only that one mixes lengths."""
+    rows = rows_of(*range(2, 2 + count))
+    data = Rows(rows, rows[:1], 0, seed=1, batch_size=8)
+    epochs = [data.batch(count * epoch, count).lengths.tolist() for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(2, 2 + count)) for epoch in epochs)
+    lengths = [length for epoch in epochs for length in epoch]
+    whole = [lengths[8 * i : 8 * i + 8] for i in range(len(lengths) // 8)
+             if 8 * i // count == (8 * i + 7) // count]
+    assert len(whole) >= 4 * (count // 8 - 1)
+    assert all(max(batch) - min(batch) <= (7 if count % 8 == 0 else 14) for batch in whole)
 
 
 def test_too_long_rows_are_refused_or_left_out():
@@ -219,6 +304,12 @@ def test_packing_padding_and_accumulation_change_no_loss_and_no_gradient():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_packing_leaves_the_held_out_rows_as_they_are():
+    rows = rows_of(5, 3, 7)
+    packed = Rows(rows, rows[:2], pad_id=0).packed(20)
+    assert packed.size("train") == 1 and packed.held_out(0, 2).lengths.tolist() == [5, 3]
+
+
 def test_a_packed_document_does_not_see_its_neighbours():
     policy, rows = random_policy(12), rows_of(5, 6, 7)
     window = collate(pack(rows, 18), pad_id=0)
@@ -233,8 +324,8 @@ def test_a_packed_document_does_not_see_its_neighbours():
 def test_reading_a_file_is_what_the_rows_say(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n\n{"text": "ab"}\n')
-    letters = Pieces("a", "b")
-    assert read_sft(path, letters, "plain") == [Row([0, 1, 2], [False, True, True]), Row([0, 1, 2], [True] * 3)]
+    rows = read_rows(str(path), "", Pieces("a", "b"), "auto", 0, 1)
+    assert [rows.train, rows.eval] == [[Row([0, 1, 2], [False, True, True])], [Row([0, 1, 2], [True] * 3)]]
 
 
 def test_the_first_rows_of_an_endless_task_come_once_an_epoch_in_an_order_of_its_own():

@@ -4,6 +4,7 @@ import json
 import math
 import operator
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -332,6 +333,9 @@ def test_plain_texts_have_losses_alone(run, tmp_path, capsys):
     text = answer(capsys, folder=str(run), task="jsonl", data=str(path), graduate=True)[1]
     assert "not measured" in line(text, "format") and "not measured" in line(text, "unique samples")
     assert float(line(text, "train-validation gap").split()[3]) == 0.0, "the rows asked for, and not the run's"
+    shutil.copytree(run / "step_12", tmp_path / "foreign")
+    (tmp_path / "foreign/chat_template.jinja").write_text("{{ '[INST]' }}")
+    assert "eval/loss" in answer(capsys, folder=str(tmp_path / "foreign"), task="jsonl", data=str(path))[1]
 
 
 def test_the_gap_is_by_how_much_held_out_rows_are_worse(rows_run, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_trainers import numbers, one_thread, signals_return, steps_in  # noqa: F401  (fixtures)
 
 import train_grpo
@@ -19,7 +19,8 @@ import train_sft
 from minirl.chat import template_of
 from minirl.checkpoint import load_checkpoint, load_model, save_model
 from minirl.config import UserError
-from minirl.lora import adapters, open_policy
+from minirl.lora import MergeConfig, adapters, open_policy
+from minirl.lora import main as merge
 from minirl.metrics import read_metrics
 from minirl.model import Transformer
 from minirl.tokenizer import load_tokenizer
@@ -59,7 +60,8 @@ def test_a_model_from_nothing_learns_the_rows_of_a_file(tmp_path, rows, pack):
     best, text = sft(tmp_path, rows, **TINY, steps=60, pack=pack, context=64)
     losses = eval_losses(tmp_path)
     assert losses[-1] < 0.5 * losses[0]
-    assert f"best: {best.name}, eval/loss {min(losses):.4f}" in text and best.is_dir()
+    assert f"best: {best}, eval/loss {min(losses):.4f}" in text and best.is_dir()
+    assert "hint" not in text
     first = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(math.log(258), rel=0.2)
     assert (first["tokens"] > 8 * 20) == pack, "a window holds several rows"
@@ -77,6 +79,16 @@ def test_context_bounds_rows_and_windows_of_a_checkpoint_too(tmp_path, rows, sto
 def test_epochs_count_passes_over_the_file(tmp_path, rows):
     sft(tmp_path, rows, **TINY | dict(eval_every=0), epochs=2.5)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == -(-int(2.5 * 33) // 8), "36 rows, 3 of them held out"
+
+
+def test_rows_without_messages_leave_the_chat_template_of_the_model_as_it_is(tmp_path, rows):
+    best, _ = sft(tmp_path / "run", rows, **TINY | dict(eval_every=0), steps=1)
+    assert template_of(best) is None, "a model of plain texts has no turns"
+    base = tmp_path / "foreign"
+    shutil.copytree(best, base)
+    (base / "chat_template.jinja").write_text("{{ '[INST]' }}")
+    best, _ = sft(tmp_path / "more", rows, **TINY | dict(eval_every=0, init=str(base)), steps=1)
+    assert load_tokenizer(best).chat_template == "{{ '[INST]' }}"
 
 
 def test_the_template_of_the_conversations_travels_with_the_model(tmp_path):
@@ -152,6 +164,49 @@ def test_it_stops_when_the_held_out_loss_rises_and_keeps_the_best(tmp_path, rows
     again, _ = sft(tmp_path, rows, **stories | dict(lr=0.3, warmup_steps=8, eval_every=2, keep=1), steps=40,
                    patience=3, resume=True)
     assert again == best and eval_losses(tmp_path) == losses, "a run that ended early is over"
+    sft(tmp_path, rows, **stories | dict(lr=0.3, warmup_steps=8, eval_every=2, keep=1), steps=40, patience=4,
+        resume=True)
+    assert len(eval_losses(tmp_path)) > len(losses), "with more patience it goes on"
+
+
+def test_a_best_checkpoint_that_somebody_removed_is_best_no_more(tmp_path, rows, stories):
+    options = stories | dict(lr=0.3, warmup_steps=4, eval_every=2, eval_rows=4, keep=1)
+    best, _ = sft(tmp_path, rows, **options, steps=8)
+    assert best != tmp_path / "step_8"
+    shutil.rmtree(best)
+    again, text = sft(tmp_path, rows, **options, steps=10, resume=True)
+    assert again == tmp_path / "step_10" and again.is_dir() and f"best: {again}, " in text
+
+
+def test_packing_changes_nothing_about_what_is_measured(tmp_path, rows, stories):
+    for pack in (False, True):
+        sft(tmp_path / str(pack), rows, **stories | dict(dtype="float64", eval_rows=2, lr=1e-300), steps=1, pack=pack)
+    assert eval_losses(tmp_path / "True") == pytest.approx(eval_losses(tmp_path / "False"), rel=1e-9)
+
+
+def test_a_run_of_epochs_may_be_resumed_for_more_of_them(tmp_path, rows):
+    options = TINY | dict(eval_every=0, batch_size=11)
+    sft(tmp_path, rows, **options, epochs=1)
+    sft(tmp_path, rows, **options, epochs=2, log_every=1, resume=True)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
+    _, text = sft(tmp_path / "tenths", rows, **options | dict(batch_size=3, warmup_steps=9), epochs=0.3)  # 3.3 updates
+    assert len(read_metrics(tmp_path / "tenths/metrics.jsonl")) == 4
+    assert "hint: --warmup-steps 9, but there are 4 updates" in text
+    with pytest.raises(UserError, match="--lr"):
+        sft(tmp_path, rows, **options | dict(lr=1.0), epochs=3, resume=True)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_any_work(tmp_path, rows, stories):
+    base = tmp_path / "base"
+    shutil.copytree(stories["init"], base)
+    config = json.loads((base / "config.json").read_text())
+    tensors = load_file(base / "model.safetensors")
+    tensors = {name: tensor[:500] if len(tensor) == 512 else tensor for name, tensor in tensors.items()}
+    save_file(tensors, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
+    with pytest.raises(UserError, match="the tokenizer has 512 tokens, but the model's vocab_size is 500"):
+        sft(tmp_path / "run", rows, **stories | dict(init=str(base)), steps=1)
+    assert not (tmp_path / "run").exists()
 
 
 def ranks_run(folder: str, rows: str, options: dict) -> None:
@@ -209,3 +264,27 @@ def test_an_adapter_on_an_adapter_or_an_unknown_layer_is_refused(tmp_path, rows,
             sft(tmp_path / folder, rows, **stories | dict(eval_every=0) | options, steps=1, lora_rank=2)
     again, _ = sft(tmp_path / "four", rows, **stories | dict(eval_every=0, init=str(best)), steps=1)
     assert adapters(open_policy(again)), "without --lora-rank the adapter that is there goes on"
+
+
+def test_what_a_run_with_adapters_leaves_is_a_start_for_others(tmp_path, rows, stories, monkeypatch):
+    """From another folder than it was trained in, on the base in 4 bits as it was trained; merged it is a model."""
+    monkeypatch.chdir(Path(stories["init"]).parent)
+    options = stories | dict(init="stories260k", eval_every=0, lora_targets="q_proj,v_proj", qlora=True)
+    best, _ = sft(tmp_path / "run", rows, **options, steps=2, lora_rank=2)
+    monkeypatch.chdir(tmp_path)
+    assert {name.rpartition(".")[2] for name in adapters(open_policy(best))} == {"q_proj", "v_proj"}
+    again, _ = sft(tmp_path / "more", rows, **options | dict(init=str(best)), steps=2)
+    base = json.loads((again / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(base).is_absolute() and Path(base).samefile(stories["init"])
+    with pytest.raises(UserError, match=r"train those \(without --lora-rank\), or merge them first, by python"):
+        sft(tmp_path / "other", rows, **options | dict(init=str(best)), steps=1, lora_rank=2)
+    merge(MergeConfig(str(again), str(tmp_path / "merged"), qlora=True))
+    plain, policy = load_model(tmp_path / "merged"), open_policy(again, quantize=True)
+    tokens = torch.arange(30)[None]
+    assert (plain.logits(plain(tokens)) - policy.logits(policy(tokens))).abs().max() < 1e-4
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_grpo.main(train_grpo.Config(
+            run_dir=str(tmp_path / "grpo"), init=str(again), qlora=True, steps=1, prompts_per_step=2, group_size=2,
+            minibatches=1, max_new_tokens=4, eval_problems=2, kl_coef=0.1, device="cpu"))
+    assert read_metrics(tmp_path / "grpo/metrics.jsonl")[1]["kl_ref"] < 1e-6, "it is its own reference"
+    assert adapters(open_policy(tmp_path / "grpo/step_1", quantize=True))

@@ -184,6 +184,8 @@ BAD_VALUES = [
     ("train_grpo", "--drop-long-rows", "leave --drop-long-rows out"),
     ("train_grpo", "--init nowhere", "nowhere"),
     ("train_grpo", "--replay nowhere", "no rollout at nowhere: write one with --save-rollouts"),
+    ("train_sft", f"--run-dir {__file__}/run", r"--run-dir .* cannot be made: .*test_trainers\.py is a file"),
+    ("train_sft", "--patience 2 --eval-every 0", "--patience counts evaluations: give --eval-every"),
     ("train_sft", "--context 6", r"needs \d+ tokens, but the model's context is 6"),
     ("train_sft", "--heads 4 --kv-heads 3", "4 is not a multiple of num_key_value_heads 3"),
     ("train_sft", "--hidden-size 20 --heads 4", "head_dim 5 is odd"),

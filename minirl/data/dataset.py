@@ -12,9 +12,11 @@ from functools import cached_property, lru_cache
 import torch
 
 from minirl.config import UserError
-from minirl.data.sft import Row, pack, read_sft
+from minirl.data.jsonl import read_jsonl
+from minirl.data.sft import Row, encode_row, is_conversation, pack
 from minirl.env.base import Env, Example, counter_random, sample_rows
 from minirl.env.loop import demonstrate, fit_to_context, longest_row
+from minirl.jinja_templates import template_for
 from minirl.logprobs import shift_mask
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
@@ -59,19 +61,22 @@ def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, se
               train_rows: int = 0) -> Rows:
     """The rows of a JSONL file in the formats of data/sft.py; without `eval_data` its last tenth is held out.
 
+    template   : name of the chat template for messages; "auto": the tokenizer's own, or plain
     train_rows : learn only the first so many of the others; 0: all
     """
     if not data:
         raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or "
                         "of text")
-    rows = read_sft(data, tokenizer, template)
-    if eval_data:
-        held_out = read_sft(eval_data, tokenizer, template)
-        return Rows(rows[: train_rows or None], held_out, tokenizer.pad_id, seed, batch_size)
-    if len(rows) < 2:
+    files = [read_jsonl(path) for path in (data, eval_data) if path]
+    if template != "auto" or any(is_conversation(row) for file in files for _, row in file):
+        template = template_for(tokenizer, template)
+    rows, *held_out = ([encode_row(row, place, tokenizer, template) for place, row in file] for file in files)
+    if len(rows) < 2 and not eval_data:
         raise UserError(f"{data} has one row, and none is left to hold out: add rows, or give --eval-data FILE")
     tenth = max(1, len(rows) // 10)
-    return Rows(rows[:-tenth][: train_rows or None], rows[-tenth:], tokenizer.pad_id, seed, batch_size)
+    rows, held_out = (rows, held_out[0]) if eval_data else (rows[:-tenth], rows[-tenth:])
+    used = "" if template == "auto" else template
+    return Rows(rows[: train_rows or None], held_out, tokenizer.pad_id, seed, batch_size, used)
 
 
 class Rows:
@@ -80,12 +85,15 @@ class Rows:
     train, held_out : rows to learn, and rows whose loss is only measured
     batch_size      : rows of an update; 0: any row may follow any other. Else each batch is made of rows of similar
                       length, out of a shuffled pool of POOL batches, and the batches come in random order
+    template        : of the messages among them; "": there are none
     """
 
     env = None  # nobody to answer: there is a loss to measure, and no accuracy
 
-    def __init__(self, train: Sequence[Row], held_out: Sequence[Row], pad_id: int, seed: int = 0, batch_size: int = 0):
+    def __init__(self, train: Sequence[Row], held_out: Sequence[Row], pad_id: int, seed: int = 0, batch_size: int = 0,
+                 template: str = ""):
         self.train, self.eval, self.pad_id, self.seed, self.batch_size = train, held_out, pad_id, seed, batch_size
+        self.template = template
         self._order = lru_cache(2)(self._epoch)  # a batch may reach into the next epoch
 
     def longest(self) -> int:
@@ -102,11 +110,14 @@ class Rows:
         if not train or not held_out:
             raise UserError(f"no row {'to learn' if held_out else 'held out'} fits the model's context of {context} "
                             "tokens: use a model with a longer context")
-        return Rows(train, held_out, self.pad_id, self.seed, self.batch_size)
+        return Rows(train, held_out, self.pad_id, self.seed, self.batch_size, self.template)
 
     def packed(self, window: int) -> Rows:
-        """The same rows in full windows: fixed for the run, and every epoch has its own order of them."""
-        return Rows(pack(self.train, window), pack(self.eval, window), self.pad_id, self.seed)
+        """The rows to learn in full windows: fixed for the run, and every epoch has its own order of them.
+
+        The held-out rows stay as they are, so that the same rows are measured with packing and without.
+        """
+        return Rows(pack(self.train, window), self.eval, self.pad_id, self.seed, template=self.template)
 
     def size(self, split: str) -> int:
         return len(self.train if split == "train" else self.eval)
@@ -125,15 +136,16 @@ class Rows:
 
     def _epoch(self, epoch: int) -> list[int]:
         rng = counter_random(self.seed, "epoch", epoch)
-        order = rng.sample(range(len(self.train)), len(self.train))
-        if not self.batch_size:
+        order, size = rng.sample(range(len(self.train)), len(self.train)), self.batch_size
+        if not size:
             return order
-        pool = POOL * self.batch_size
-        pools = (order[start : start + pool] for start in range(0, len(order), pool))
+        head = -epoch * len(order) % size  # rows of the batch that the last epoch began: borders are not batches'
+        tail = len(order) - (len(order) - head) % size
+        pools = (order[start : min(start + POOL * size, tail)] for start in range(head, tail, POOL * size))
         ranked = [i for part in pools for i in sorted(part, key=lambda i: len(self.train[i].tokens))]
-        batches = [ranked[start : start + self.batch_size] for start in range(0, len(ranked), self.batch_size)]
+        batches = [ranked[start : start + size] for start in range(0, len(ranked), size)]
         rng.shuffle(batches)  # ascending lengths would be a curriculum that nobody asked for
-        return [i for batch in batches for i in batch]
+        return [*order[:head], *(i for batch in batches for i in batch), *order[max(head, tail):]]
 
 
 def collate(rows: Sequence[Row], pad_id: int, first: int = 0) -> Rollout:

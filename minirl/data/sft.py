@@ -4,21 +4,25 @@
     {"prompt": "2+2=", "completion": "4"}               both texts, or both lists of messages
     {"text": "Once upon a time ..."}
 
+Other columns, and those that hold null, are not looked at; of chat_template_kwargs, enable_thinking and date_string.
+
 What is learnt is what the model itself would say: every assistant turn of `messages`, the `completion`, all of a
-`text`; with the end of the turn or text each time, or the model would never learn to stop.
+`text`; with the end of the turn or text each time, or the model would never learn to stop. All of it is read as
+plain characters: a text that has been through a chat template, `<|im_start|>` and all, is better given as messages.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left, insort
-from itertools import chain
-from pathlib import Path
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from minirl.chat import render
 from minirl.config import UserError
-from minirl.data.jsonl import read_jsonl
 from minirl.tokenizer import Tokenizer
+
+CHAT_OPTIONS = {"enable_thinking": bool, "date_string": str}  # what a row's chat_template_kwargs may hold
 
 
 class Row(NamedTuple):
@@ -29,20 +33,21 @@ class Row(NamedTuple):
     documents: tuple[int, ...] = ()  # lengths of the documents that were packed into the row; (): it is one
 
 
-def read_sft(path: str | Path, tokenizer: Tokenizer, template: str) -> list[Row]:
-    """Every row of a JSONL file as tokens. UserError with FILE:LINE: a row in none of the formats, or without a target.
-
-    template : name of the chat template that messages are written with, see minirl/templates.py
-    """
-    return [encode_row(row, place, tokenizer, template) for place, row in read_jsonl(path)]
+def is_conversation(row: dict[str, Any]) -> bool:
+    """Does the row hold messages, for which a chat template is needed?"""
+    return isinstance(row.get("messages"), list) or isinstance(row.get("prompt"), list)
 
 
 def encode_row(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: str) -> Row:
-    """One row as tokens; `place` is FILE:LINE for the error text."""
-    keys = {"messages", "prompt", "completion", "text"} & row.keys()
+    """One row as tokens. UserError with its place, FILE:LINE: it is in none of the formats, or without a target.
+
+    template : name of the chat template that messages are written with, see minirl/templates.py
+    """
+    keys = {key for key in ("messages", "prompt", "completion", "text") if row.get(key) is not None}
     if keys not in ({"messages"}, {"prompt", "completion"}, {"text"}):
         raise UserError(f"{place}: the row has {sorted(keys) or 'none'} of messages, prompt, completion, text: it "
-                        "needs messages, or prompt and completion, or text")
+                        "needs messages, or prompt and completion, or text; its columns are "
+                        f"{', '.join(map(repr, [*row][:9])) or 'none'}")
     kinds = {type(row[key]) for key in keys}
     if keys == {"text"} and kinds == {str}:
         encoded = _text(row["text"], tokenizer)
@@ -73,15 +78,42 @@ def _completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Row:
 
 
 def _conversation(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: str) -> Row:
-    messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+    given, said = ([], row["messages"]) if "messages" in row else (row["prompt"], row["completion"])
     try:
-        tokens, mask = render(messages, tokenizer, row.get("tools"), template)
-        if "prompt" in row:  # an answer earlier in the conversation was given, not asked for
-            given = len(render(row["prompt"], tokenizer, row.get("tools"), template, add_generation_prompt=True)[0])
-            mask = [False] * given + mask[given:]
+        options = _chat_options(row.get("chat_template_kwargs"))
+        tokens, mask = render([*given, *said], tokenizer, _tools(row.get("tools")), template, **options)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    return Row(tokens, mask)
+    # An answer in the prompt was given, not asked for. Each answer is one run of the mask, whatever the template
+    # makes of its words when more follows (Qwen3's deletes earlier thoughts).
+    skip = sum(message["role"] == "assistant" for message in given)
+    runs = [(action, len([*group])) for action, group in groupby(mask)]
+    for i, (action, length) in enumerate(runs):
+        runs[i] = action and skip <= 0, length
+        skip -= action
+    return Row(tokens, [action for action, length in runs for _ in range(length)])
+
+
+def _tools(tools: Any) -> Any:
+    """The column as TRL takes it: a list, or the same as a JSON string (a table wants one schema for all its rows)."""
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools)
+    except (ValueError, RecursionError):
+        raise UserError(f"tools is {tools!r:.60}: a list, or a string that holds one as JSON") from None
+
+
+def _chat_options(options: Any) -> dict[str, Any]:
+    if not isinstance(options or {}, dict):
+        raise UserError(f"chat_template_kwargs is {options!r:.60}, not an object")
+    for name, value in (options or {}).items():
+        if name not in CHAT_OPTIONS:
+            raise UserError(f"chat_template_kwargs has {name!r:.40}, which no template here knows: they know "
+                            f"{', '.join(CHAT_OPTIONS)}")
+        if not isinstance(value, CHAT_OPTIONS[name]):
+            raise UserError(f"chat_template_kwargs: {name} is {value!r:.60}, not a {CHAT_OPTIONS[name].__name__}")
+    return options or {}
 
 
 def _bos(tokenizer: Tokenizer) -> list[int]:
