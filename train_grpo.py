@@ -152,8 +152,8 @@ def main(config: Config) -> None:
     init = start_folder or config.init or cold_start(config, mesh.is_main)
     if init is None:
         return  # stopped during the cold start, which --resume goes on with
-    policy = open_policy(init, dtype, mesh.device, config.qlora)
     tokenizer = load_tokenizer(tokenizer_folder(init))
+    policy = open_policy(init, dtype, mesh.device, config.qlora)
     if config.lora_rank and not start_folder:
         add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
                  base_model=str(Path(init).absolute()), generator=torch.Generator().manual_seed(config.seed))

@@ -165,7 +165,10 @@ def main(config: Config) -> Path | None:
     policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
                          chunks=config.chunks, context_kind=config.cp_kind)
     context = min(config.context or policy.config.context, policy.config.context)
+    everything = data.size("train")
     data = data.fit(context, config.drop_long_rows)
+    if mesh.is_main and data.size("train") != everything:
+        print(f"left out: {everything - data.size('train')} of {everything} rows, longer than {context} tokens")
     if config.pack:
         data = data.packed(context)
 

@@ -406,9 +406,11 @@ def _checkpoints(run: Path) -> list[tuple[int, bool, Path]]:
 def _flaw(folder: Path) -> str:
     """Why a checkpoint is not complete; empty if it is."""
     try:
-        sizes = read_json(folder / "training/state.json")["files"]
+        sizes = read_json(folder / "training/state.json").get("files")
     except UserError as error:
         return str(error)
+    if not isinstance(sizes, dict):
+        return f"{folder / 'training/state.json'} lists no files"
     for name, size in sizes.items():
         if not (folder / name).is_file():
             return f"{name} is missing"

@@ -401,8 +401,7 @@ def load_adapted(folder: str | Path, dtype: torch.dtype | None = torch.float32, 
     quantize : NF4 weights in the base. Give the same as in training, which PEFT's file does not note: a QLoRA adapter
                has learned around the rounding
     """
-    model = load_model(base_of(folder), dtype, device)
-    return load_adapter(quantize_base(model) if quantize else model, folder)
+    return load_adapter(_open_model(base_of(folder), dtype, device, quantize), folder)
 
 
 def base_of(folder: str | Path) -> Path:
@@ -439,8 +438,7 @@ def open_policy(folder: str | Path, dtype: torch.dtype | None = torch.float32, d
     """Whatever a trainer wrote or was given: a model folder, or an adapter's with its base. `quantize`: NF4 weights."""
     if is_adapter(folder):
         return load_adapted(folder, dtype, device, quantize)
-    model = load_model(folder, dtype, device)
-    return quantize_base(model) if quantize else model
+    return _open_model(folder, dtype, device, quantize)
 
 
 def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,
@@ -487,6 +485,11 @@ def read_adapter_config(folder: str | Path) -> LoRAConfig:
 
 
 # ---- the pieces ----
+
+def _open_model(folder: str | Path, dtype: torch.dtype | None, device: str | torch.device,
+                quantize: bool) -> Transformer:
+    return quantize_base(load_model(folder, dtype), device) if quantize else load_model(folder, dtype, device)
+
 
 class _Plan(NamedTuple):
     config: LoRAConfig  # "all-linear" spelled out

@@ -136,8 +136,10 @@ class _FrozenLinear(torch.autograd.Function):
         return grad @ ctx.linear.weight, None
 
 
-def quantize_base(model: nn.Module) -> nn.Module:
+def quantize_base(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Replace, in place, every linear layer by its NF4 form, but not the head; embedding and norms stay too.
+
+    device : where to; of a model on the CPU a layer at a time, so that a GPU never holds the whole weights
 
     Before `add_lora`; the rounding is the same each time. UserError: there are adapters already, or a weight that is
     not finite.
@@ -146,5 +148,5 @@ def quantize_base(model: nn.Module) -> nn.Module:
         raise UserError("the model has adapters already: call quantize_base before add_lora or load_adapter")
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in HEADS]
     for name in linears:
-        model.set_submodule(name, NF4Linear(model.get_submodule(name)))
-    return model
+        model.set_submodule(name, NF4Linear(model.get_submodule(name).to(device)))
+    return model.to(device)

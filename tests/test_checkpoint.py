@@ -631,6 +631,14 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning_and_leftovers_go(tmp_
     assert "step_8" in said[1] and "model.safetensors has 1000 bytes instead of" in said[1]
     with pytest.raises(UserError, match="is no complete checkpoint"):
         load_checkpoint(tmp_path / "step_8")
+    for odd in ("{}", '{"files": ["a"]}', "[]", "null"):
+        (tmp_path / "step_9/training/state.json").write_text(odd)
+        with pytest.warns(UserWarning, match="lists no files|not a JSON object"):
+            assert latest_checkpoint(tmp_path) == tmp_path / "step_7"
+    (tmp_path / "step_12").touch()
+    with pytest.warns(UserWarning, match="step_12"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step_7"
+    (tmp_path / "step_12").unlink()
     save(tmp_path, 11)
     assert "step_10.tmp" not in steps(tmp_path)
 

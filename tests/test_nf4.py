@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from test_checkpoint import TINY, logits, tiny
 from torch import nn
 
-from minirl.checkpoint import load_model
+from minirl import lora
+from minirl.checkpoint import load_model, save_model
 from minirl.config import UserError
 from minirl.logprobs import token_logprobs
 from minirl.lora import LoRALinear, add_lora
@@ -191,6 +192,16 @@ def test_the_base_is_quantised_but_not_head_embedding_and_norms():
     assert all(torch.equal(after[name], before[name]) for name in after)
     again = quantize_base(tiny(replace(TINY, tie_word_embeddings=False, qkv_bias=True)))
     assert all(torch.equal(one, two) for one, two in zip(model.buffers(), again.buffers()))
+
+
+def test_a_base_goes_to_its_device_layer_by_layer_and_never_whole(tmp_path, monkeypatch):
+    save_model(tiny(), tmp_path)
+    calls = []
+    monkeypatch.setattr(lora, "load_model", lambda *args: calls.append(args) or load_model(*args))
+    monkeypatch.setattr(lora, "quantize_base", lambda *args: calls.append(args[1:]) or quantize_base(*args))
+    model = lora.open_policy(tmp_path, torch.float32, "cpu:0", quantize=True)
+    assert calls == [(tmp_path, torch.float32), ("cpu:0",)], "opened on the CPU, and quantised over there"
+    assert torch.equal(logits(model), logits(quantize_base(tiny())))
 
 
 def test_the_order_is_quantise_then_adapt():

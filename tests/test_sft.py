@@ -74,6 +74,10 @@ def test_context_bounds_rows_and_windows_of_a_checkpoint_too(tmp_path, rows, sto
     assert 100 < short < 4 * 64 < whole, "four windows of 64 tokens, or of the model's 512"
     with pytest.raises(UserError, match="context of 8 tokens"):
         sft(tmp_path / "8", rows, **stories, steps=1, context=8)
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(2 * (json.dumps({"text": 30 * "red "}) + "\n") + Path(rows).read_text())
+    _, text = sft(tmp_path / "18", str(longer), **stories, steps=1, context=18, drop_long_rows=True)
+    assert "left out: 2 of 35 rows, longer than 18 tokens" in text
 
 
 def test_epochs_count_passes_over_the_file(tmp_path, rows):
