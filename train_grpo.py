@@ -16,7 +16,7 @@ reference by the trained policy between rounds.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -33,50 +33,39 @@ from minirl.checkpoint import (
     rng_tensors,
     save_checkpoint,
 )
-from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
+from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.lora import (
-    adapters_off,
-    add_lora,
-    is_adapter,
-    open_policy,
-    read_targets,
-    save_policy,
-    tokenizer_folder,
-)
+from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
-from minirl.parallel import StopSignal, close_mesh, forward_backward, init_mesh, pick_dtype, share_of
-from minirl.parallel.layout import parallelize
+from minirl.options import (
+    AdapterOptions,
+    LayoutOptions,
+    RunOptions,
+    check_shared,
+    make_mesh,
+    open_reference,
+    prepare,
+)
+from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayoutOptions, AdapterOptions, RunOptions):
     # run
     run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
-    resume: bool = False  # go on from the newest checkpoint in run_dir
-    seed: int = 0  # of the initial weights, the problems and the sampling
-    device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
-    dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
-    save_every: int = 20  # steps between checkpoints
-    keep: int = 2  # newest checkpoints to keep, besides step_0
     save_rollouts: bool = False  # write every rollout to run_dir/rollouts
     replay: str = ""  # train on this saved rollout instead of sampling
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
-    lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
-    lora_alpha: float = 32.0  # the addition counts alpha / rank times
-    lora_targets: str = "all-linear"  # which layers: q_proj,v_proj, a regular expression for whole names, or all-linear
-    qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
-    gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     # task
     task: str = "addition"  # addition, calculator or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
@@ -95,16 +84,6 @@ class Config:
     eps_low: float = 0.2  # a ratio below 1 - eps_low has no gradient when the advantage is negative
     eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
-    # parallelism
-    dp: int = 0  # replicas, each with its share of the rows; 0: what the other axes leave of the ranks
-    tp: int = 1  # ranks that share every matrix
-    sp: bool = False  # ranks of --tp share the tokens between matrices as well
-    pp: int = 1  # stages that share the layers
-    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # the order of the microbatches in the stages
-    chunks: int = 1  # slices of the model in each stage, with --pipeline interleaved
-    cp: int = 1  # ranks that share the columns of every row
-    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
-    zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
     # optimisation
     steps: int = 300  # rollouts
     epochs: int = 1  # passes over each rollout
@@ -120,13 +99,11 @@ class Config:
     eval_problems: int = 500  # held-out problems, answered greedily
 
     def __post_init__(self):
-        check_run(self)
+        check_shared(self)
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
-                       "max_rows", "lr", "save_every", "keep", "eval_problems", "cold_start_steps", "lora_alpha")
+                       "max_rows", "lr", "eval_problems", "cold_start_steps")
         check_not_negative(self, "max_new_tokens", "eps_low", "eps_high", "kl_coef", "warmup_steps", "weight_decay",
-                           "max_grad_norm", "eval_every", "lora_rank")
-        if self.qlora and not self.lora_rank and not is_adapter(self.init):
-            raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
+                           "max_grad_norm", "eval_every")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -137,7 +114,7 @@ class Config:
 
 def main(config: Config) -> None:
     # ---- setup
-    mesh = init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
+    mesh = make_mesh(config)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
     stop = StopSignal()
@@ -154,13 +131,8 @@ def main(config: Config) -> None:
         return  # stopped during the cold start, which --resume goes on with
     tokenizer = load_tokenizer(tokenizer_folder(init))
     policy = open_policy(init, dtype, mesh.device, config.qlora)
-    if config.lora_rank and not start_folder:
-        add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
-                 base_model=str(Path(init).absolute()), generator=torch.Generator().manual_seed(config.seed))
-    policy.gradient_checkpointing = config.gradient_checkpointing
     check_tokenizer(tokenizer, policy.config.vocab_size)
-    spread = dict(sequence=config.sp, schedule=config.pipeline, chunks=config.chunks, context_kind=config.cp_kind)
-    policy = parallelize(policy, mesh, zero_stage=config.zero, **spread)
+    policy = prepare(policy, config, mesh, None if start_folder else init)
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
     if mesh.is_main:
         save_config(config, config.run_dir)
@@ -168,9 +140,7 @@ def main(config: Config) -> None:
         save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, 0, save_policy, mesh)
     ref_policy = None
     if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
-        ref_policy = open_policy(Path(config.run_dir) / "step_0", dtype, mesh.device, config.qlora)
-        ref_policy.requires_grad_(False)
-        ref_policy = parallelize(ref_policy, mesh, zero_stage=3 if config.zero == 3 else 0, **spread)
+        ref_policy = open_reference(Path(config.run_dir) / "step_0", dtype, config, mesh)
 
     # ---- optimizer
     optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
@@ -277,7 +247,7 @@ def cold_start(config: Config, is_main: bool) -> Path | None:
     if is_main:
         print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
     same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems",
-            "max_new_tokens", "max_rows", "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero")
+            "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
     return train_sft.main(train_sft.Config(
         run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
         eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))

@@ -31,33 +31,28 @@ from minirl.checkpoint import (
     rng_tensors,
     save_checkpoint,
 )
-from minirl.config import UserError, check_not_negative, check_positive, check_run, run, save_config
+from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
 from minirl.env import make_env
 from minirl.evaluate import evaluate, evaluate_loss, sample_text
 from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output
-from minirl.lora import add_lora, is_adapter, open_policy, read_targets, save_policy, tokenizer_folder
+from minirl.lora import open_policy, save_policy, tokenizer_folder
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
-from minirl.parallel import StopSignal, close_mesh, forward_backward, init_mesh, pick_dtype
-from minirl.parallel.layout import parallelize
+from minirl.options import AdapterOptions, LayoutOptions, RunOptions, check_shared, make_mesh, prepare
+from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayoutOptions, AdapterOptions, RunOptions):
     # run
     run_dir: str = "runs/sft"  # folder of config.json, metrics.jsonl and the checkpoints
-    resume: bool = False  # go on from the newest checkpoint in run_dir
-    seed: int = 0  # of the initial weights and the order of the rows
-    device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
-    dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
     save_every: int = 100  # steps between checkpoints
-    keep: int = 2  # newest checkpoints to keep, besides step_0 and the best
     # model
     init: str = ""  # folder of a checkpoint to start from; empty: a new byte-level model of the sizes below
     hidden_size: int = 96  # width of the residual stream
@@ -65,11 +60,6 @@ class Config:
     heads: int = 4  # query heads
     kv_heads: int = 4  # key and value heads
     context: int = 0  # longest row or window in tokens; 0: the model's own (of a new one, twice what the rows need)
-    lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
-    lora_alpha: float = 32.0  # the addition counts alpha / rank times
-    lora_targets: str = "all-linear"  # which layers: q_proj,v_proj, a regular expression for whole names, or all-linear
-    qlora: bool = False  # hold the frozen weights in 4 bits (NF4)
-    gradient_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     # data
     task: str = "addition"  # addition, calculator or gsm8k: an expert's actions; jsonl: the rows of --data
     data: str = ""  # gsm8k: JSONL of {"question", "answer"}; jsonl: of messages, prompt and completion, or text
@@ -79,16 +69,6 @@ class Config:
     train_rows: int = 0  # learn only from the first so many rows or problems, over and over; 0: from all there are
     drop_long_rows: bool = False  # leave out rows of --data that do not fit the model's context
     difficulty: int = 2  # digits of an operand
-    # parallelism
-    dp: int = 0  # replicas, each with its share of the rows; 0: what the other axes leave of the ranks
-    tp: int = 1  # ranks that share every matrix
-    sp: bool = False  # ranks of --tp share the tokens between matrices as well
-    pp: int = 1  # stages that share the layers
-    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # the order of the microbatches in the stages
-    chunks: int = 1  # slices of the model in each stage, with --pipeline interleaved
-    cp: int = 1  # ranks that share the columns of every row
-    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
-    zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
     # optimisation
     steps: int = 1000  # optimizer updates
     epochs: float = 0.0  # passes over the rows, in place of --steps; 0: what --steps make
@@ -110,15 +90,13 @@ class Config:
     max_rows: int = 4096  # rows decoded at once in an evaluation
 
     def __post_init__(self):
-        check_run(self)
-        check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "save_every", "keep", "log_every",
-                       "max_rows", "eval_problems", "hidden_size", "layers", "heads", "kv_heads", "lora_alpha")
+        check_shared(self)
+        check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "log_every", "max_rows",
+                       "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
         check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "eval_rows",
-                           "max_new_tokens", "lora_rank", "epochs", "patience", "train_rows")
+                           "max_new_tokens", "epochs", "patience", "train_rows")
         if self.lora_rank and not self.init:
             raise UserError("--lora-rank adds to the weights of a checkpoint: give its folder with --init")
-        if self.qlora and not self.lora_rank and not is_adapter(self.init):
-            raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
         if self.pack and self.task != "jsonl":
             raise UserError("--pack is for --task jsonl: an environment's rows are built when they are needed")
         if self.patience and not self.eval_rows:
@@ -130,7 +108,7 @@ class Config:
 def main(config: Config) -> Path | None:
     """Train; the folder of the best checkpoint, or None when the run was stopped before its end."""
     # ---- setup
-    mesh = init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
+    mesh = make_mesh(config)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.batch_size, "rows of --batch-size")
     start_folder = open_run(config, mesh, FREE_TO_CHANGE | {"epochs"})
@@ -157,13 +135,8 @@ def main(config: Config) -> Path | None:
                             rope_theta=100.0)  # rows are short: even the slow pairs should turn
         policy = Transformer(shape).init_weights(torch.Generator().manual_seed(config.seed))
         policy = policy.to(mesh.device, dtype)
-    if config.lora_rank and not start_folder:
-        add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
-                 base_model=str(Path(config.init).absolute()), generator=torch.Generator().manual_seed(config.seed))
-    policy.gradient_checkpointing = config.gradient_checkpointing
     check_tokenizer(tokenizer, policy.config.vocab_size)
-    policy = parallelize(policy, mesh, sequence=config.sp, zero_stage=config.zero, schedule=config.pipeline,
-                         chunks=config.chunks, context_kind=config.cp_kind)
+    policy = prepare(policy, config, mesh, None if start_folder else init)
     context = min(config.context or policy.config.context, policy.config.context)
     everything = data.size("train")
     data = data.fit(context, config.drop_long_rows)

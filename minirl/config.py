@@ -131,14 +131,6 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be 0 or above, and finite")
 
 
-def check_run(config: Any) -> None:
-    """UserError for a run folder without a name, or a seed that the generators cannot take."""
-    if not config.run_dir:
-        raise UserError("--run-dir is empty: name a folder")
-    if not 0 <= config.seed < 2**63:
-        raise UserError(f"--seed is {config.seed}: it must lie between 0 and 2^63 - 1")
-
-
 def save_config(config: Any, folder: str | Path) -> None:
     """Write config.json into `folder` (made if absent), whole or not at all."""
     Path(folder).mkdir(parents=True, exist_ok=True)
