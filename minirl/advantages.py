@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.config import UserError
+from minirl.gae import gae as gae  # with a critic instead of a group: a file of its own
 
 
 @torch.no_grad()

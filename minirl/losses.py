@@ -61,6 +61,24 @@ def clipped_surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     return -torch.minimum(unclipped, clipped)
 
 
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = 0.0) -> Tensor:
+    """Half the squared error of the critic, (B, S), unreduced and unmasked; gradient flows to `values` only.
+
+    clip : above 0, the worse of this error and that of the value held within old_values +- clip: as with the policy, a
+           critic that has moved further than that towards its target has no gradient, one that moved away keeps it.
+           0: never
+
+    1/2 max((V - R)^2, (clip(V, old - c, old + c) - R)^2), as OpenAI's PPO did it; the paper, arXiv:1707.06347 eq. 9,
+    has no clip and no 1/2.
+    """
+    error = (values - returns.detach()).square()
+    if clip > 0:
+        old = old_values.detach()
+        clipped = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - returns.detach()).square())
+    return error / 2
+
+
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """KL(policy || reference) from the sampled token of each position: (B, S) nats, unreduced and unmasked.
 
