@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minirl.config import UserError
+from minirl.preference_losses import preference_loss as preference_loss
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Group, Mesh
@@ -118,6 +119,18 @@ def row_sum(x: Tensor, mask: Tensor, cp_group: Group | None = None) -> Tensor:
     from minirl.parallel.collectives import copy_to, reduce_from  # torch.distributed is not needed on a laptop
 
     return copy_to(reduce_from(rows, cp_group), cp_group)
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, reduce: Literal["sum", "mean"], row_tokens: Tensor | None = None,
+                      cp_group: Group | None = None) -> Tensor:
+    """Log-prob of each whole answer, or its mean over the answer's tokens: (B, S), mask (B, S) bool -> (B,) nats.
+
+    Prompt, padding and what a tool said are no part of the sum, nor of the count. An answer without a token has 0.
+
+    row_tokens, cp_group : under context parallelism the tokens of whole rows, and who has the other columns
+    """
+    rows = row_sum(logprobs, mask, cp_group)
+    return rows if reduce == "sum" else rows / (mask.sum(1) if row_tokens is None else row_tokens).clamp(min=1)
 
 
 def aggregate(per_token: Tensor, mask: Tensor, mode: Mode, total: Tensor | float,
