@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from minirl.logprobs import Output, head_logprobs, token_logprobs
+from minirl.logprobs import Output, head_output, token_logprobs
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw, clip_gradients
@@ -228,7 +228,7 @@ def pipelining_step() -> Step:
     model, rank = new_model(), dist.get_rank()
     module = Stage(model, stage_layers(CONFIG, RANKS)[rank])
     schedule = Schedule1F1B(PipelineStage(module, rank, RANKS, torch.device("cpu")), MICROBATCHES,
-                            loss_fn=lambda hidden, targets: -head_logprobs(model, hidden, targets).mean())
+                            loss_fn=lambda hidden, targets: -head_output(model, hidden, targets).logprobs.mean())
     optimizer = Optimizer(module, stages=True)
 
     def step(tokens: Tensor) -> tuple[float, float]:

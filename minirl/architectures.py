@@ -112,6 +112,8 @@ ARCHITECTURES = {
         constants=(".attn.bias", ".attn.masked_bias")),
 }
 
+_SCORERS = {"gemma3_text": "Gemma3TextForSequenceClassification", "gpt2": "GPT2ForSequenceClassification"}
+
 
 # ---- config.json ----
 
@@ -161,7 +163,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
         said |= {"sliding_window": 0, "layer_types": ()}
     elif not said.get("layer_types"):
         said["layer_types"] = tuple(LAYER_TYPES[bool(arch.slides(said, i))] for i in layers)
-    said |= _read_rope(hf, said, arch) | arch.implies | {"model_type": kind}
+    said |= _read_rope(hf, said, arch) | arch.implies | {"model_type": kind, "num_labels": _read_labels(hf)}
     return canonical(ModelConfig(**{name: value for name, value in said.items() if name in _KINDS}))
 
 
@@ -228,8 +230,22 @@ def _spelled(config: ModelConfig, kind: str) -> dict[str, Any]:
         values["hidden_act"] = "gelu_new"  # the same formula, rounded as ever
     said = {arch.options.get(name, name): values[name] for name in (*SIZES, *SAYS, *arch.says)
             if name not in arch.implies}
-    return {"architectures": [arch.class_name], "model_type": kind, **said, **arch.requires,
-            **_write_rope(config, arch)}
+    name, labels = arch.class_name, {}
+    if config.num_labels:  # as Hugging Face calls a model that gives one number
+        name = _SCORERS.get(kind) or name.replace("ForCausalLM", "ForSequenceClassification")
+        labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [name], "model_type": kind, **said, **labels, **arch.requires, **_write_rope(config, arch)}
+
+
+def _read_labels(hf: dict[str, Any]) -> int:
+    """ModelConfig.num_labels: 1 for a class that scores a text, 0 for one that goes on with it."""
+    name = next(iter(_checked("architectures", hf.get("architectures") or [], tuple[str, ...])), "")
+    if not name.endswith("ForSequenceClassification"):
+        return 0
+    labels = hf.get("num_labels") or len(hf.get("id2label") or ()) or 2  # as transformers takes silence
+    if labels != 1:
+        raise UserError(f"a {name} with {labels} labels is not supported: supported is one score (num_labels 1)")
+    return 1
 
 
 def _read_rope(hf: dict[str, Any], said: dict[str, Any], arch: Architecture) -> dict[str, Any]:
@@ -335,7 +351,7 @@ def hf_name(name: str, kind: str) -> str:
     """layers.3.mlp.up_proj.weight -> model.layers.3.mlp.up_proj.weight, or GPT-2's transformer.h.3.mlp.c_fc.weight."""
     arch = ARCHITECTURES[kind]
     layer, module, leaf = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    if module == "lm_head":
+    if module in ("lm_head", "score"):
         return name
     where = f"{arch.modules.get('layers', 'layers')}.{layer}." if layer else ""
     return f"{arch.prefix}{where}{arch.modules.get(module, module)}.{leaf}"

@@ -97,11 +97,12 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
     for path, promised in _weight_files(folder).items():
         with _open(path) as file:
             for name in _checked_names(file, path, promised, constants):
-                full = name if name.startswith((prefix, "lm_head.")) else prefix + name  # saved without its head
+                whole = name.startswith((prefix, "lm_head.", "score."))
+                full = name if whole else prefix + name  # saved without its head
                 if full in found:
                     raise UserError(f"{path} holds {full} twice, under {found[full][1]} and {name}")
                 found[full] = path, name, tuple(file.get_slice(name).get_shape())
-    head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    head = found.pop("lm_head.weight", None) if model.tied else None
     _check_shapes({name: stored.shape for name, stored in layout.items()},
                   {name: shape for name, (_, _, shape) in found.items()}, folder)
 

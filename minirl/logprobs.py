@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    logprobs: Tensor  # (B, S) nats, of the token that follows
-    entropy: Tensor  # (B, S) nats, of the distribution it was drawn from
+    """What a model says about each column. A policy gives the first two, a reward model or critic the last."""
+
+    logprobs: Tensor | None  # (B, S) nats, of the token that follows
+    entropy: Tensor | None = None  # (B, S) nats, of the distribution it was drawn from; where it was asked for
+    values: Tensor | None = None  # (B, S), the score of the row up to here: before the token that follows
 
 
 def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0, documents: Tensor | None = None,
@@ -41,21 +44,21 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     cp_group    : the ranks that the columns are cut over (parallel/context.py); each has its own of the result
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
-    result = _logprobs_here(model, tokens, temperature, documents, entropy, cp_group)
-    if model.pipeline is None:
-        return result
-    return Output(*map(model.pipeline.from_last, result)) if entropy else model.pipeline.from_last(result)
+    result = output_here(model, tokens, temperature, documents, entropy, cp_group)
+    if model.pipeline is not None:
+        result = Output(*(None if x is None else model.pipeline.from_last(x) for x in result))
+    return result if entropy else result.logprobs
 
 
-def _logprobs_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
-                   entropy: bool = False, cp_group: Group | None = None) -> Tensor | Output:
+def output_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
+                entropy: bool = False, cp_group: Group | None = None) -> Output:
     """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
     inputs, positions, documents, targets = shift(tokens, documents, cp_group)
     hidden = model(inputs, positions, documents)  # (B, S, D)
     if model.has_head:
-        return head_logprobs(model, hidden, targets, temperature, entropy)
+        return head_output(model, hidden, targets, temperature, entropy)
     zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return Output(zeros, zeros) if entropy else zeros
+    return Output(None, None, zeros) if model.config.num_labels else Output(zeros, zeros if entropy else None)
 
 
 def shift(tokens: Tensor, documents: Tensor | None = None,
@@ -77,15 +80,17 @@ def shift(tokens: Tensor, documents: Tensor | None = None,
     return cut(inputs, cp_group), pad_columns(positions, cp_group), documents, cut(targets, cp_group)
 
 
-def head_logprobs(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
-                  entropy: bool = False) -> Tensor | Output:
-    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S), or an Output with the entropy."""
+def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
+                entropy: bool = False) -> Output:
+    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S) and their entropy, or scores."""
+    if model.config.num_labels:
+        return Output(None, None, model.scores(hidden))
     shard = {}
     if (vocab := model.vocab) is not None:  # some of the words are here, and so is a part of the gradient of hidden
         hidden, shard = vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping, **shard)
-    return Output(*result) if entropy else result
+    return Output(*result) if entropy else Output(result)
 
 
 @torch.no_grad()
@@ -93,22 +98,35 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
                      mesh: Mesh | None = None) -> Tensor:
     """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
 
+
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     """
+    return _of_rollout(model, rollout, microbatch_size, temperature, mesh)
+
+
+@torch.no_grad()
+def rollout_values(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
+    """The scores of a reward model or critic, likewise: (B, S); column s has read tokens[:, : s + 1]."""
+    return _of_rollout(model, rollout, microbatch_size, 1.0, mesh)
+
+
+def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float,
+                mesh: Mesh | None) -> Tensor:
     from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
     from minirl.parallel.zero import gathered
 
     cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
-    logprobs = None
+    result = None
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            piece = _logprobs_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
+            out = output_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
+            piece = out.values if model.config.num_labels else out.logprobs
             piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
-            logprobs = piece.new_zeros(rollout.action_mask.shape) if logprobs is None else logprobs
-            logprobs[index, : piece.shape[1]] = piece
-    return logprobs if model.pipeline is None else model.pipeline.from_last(logprobs)
+            result = piece.new_zeros(rollout.action_mask.shape) if result is None else result
+            result[index, : piece.shape[1]] = piece
+    return result if model.pipeline is None else model.pipeline.from_last(result)
 
 
 def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:

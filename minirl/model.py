@@ -2,6 +2,7 @@
 
     hidden = model(tokens)             (B, T) -> (B, T, D)   final norm applied, no logits
     logits = model.logits(hidden)      (B, T, D) -> (B, T, V)
+    scores = model.scores(hidden)      (B, T, D) -> (B, T)   of a reward model or critic, which has no words to say
 
 B rows, T tokens, D hidden size, V vocabulary, H query heads, K key/value heads (H is a multiple of K), E head size.
 
@@ -261,7 +262,10 @@ class Transformer(nn.Module):
             self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
-        if not config.tie_word_embeddings:
+        self.tied = config.tie_word_embeddings and not config.num_labels
+        if config.num_labels:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not self.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.kinds = layer_kinds(config)
         self.repeats = config.num_attention_heads // config.num_key_value_heads  # query heads that share a key head
@@ -273,7 +277,7 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """(V, D), the output matrix: the embedding itself when the two are tied."""
-        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return self.embed_tokens.weight if self.tied else self.lm_head.weight
 
     @property
     def has_head(self) -> bool:
@@ -329,6 +333,11 @@ class Transformer(nn.Module):
         logits = F.linear(hidden.to(dtype), self.head_weight.to(dtype))
         cap = self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap else logits
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (...), in float32 or wider: what a reward model or critic (num_labels 1) makes of each token."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(dtype), self.score.weight.to(dtype))[..., 0]
 
     def init_weights(self, generator: torch.Generator) -> Transformer:
         """Normal, std 1 / sqrt(inputs): every projection keeps the scale of what it reads. Norms 1, biases 0.

@@ -29,6 +29,7 @@ class ModelConfig:
     head_dim: int = 0  # E; 0: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048  # longest context in tokens
     tie_word_embeddings: bool = True
+    num_labels: int = 0  # 1: a score of each token in the place of the words' logits (reward models, critics)
     # how a layer computes
     qkv_bias: bool = False  # Qwen2
     output_bias: bool = False  # bias of the attention's output projection

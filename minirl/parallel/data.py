@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minirl.logprobs import Output, token_logprobs
+from minirl.logprobs import Output, output_here
 from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, begin_all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
@@ -57,7 +57,7 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
               `stats` are sums over the microbatch, except names that begin with "max_", which are maxima.
               Under context parallelism a microbatch has this rank's columns; sums over whole rows, which all ranks
               of a cp group then have alike, have names that begin with "row".
-    entropy : whether out.entropy is wanted (it is None otherwise)
+    entropy : whether out.entropy is wanted (it is None otherwise). A reward model or critic gives out.values alone
     returns : the stats of all microbatches and replicas, "loss" among them
 
     A parameter that no row reached has a gradient of zeros, in every layout.
@@ -81,8 +81,8 @@ def one_by_one(model: Transformer, microbatches: Sequence[Rollout], loss_fn: Los
                entropy: bool, backward: Callable) -> Iterator[dict[str, Tensor]]:
     """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for number, microbatch in enumerate(microbatches, 1):
-        out = token_logprobs(model, microbatch.tokens, temperature, microbatch.documents, entropy, mesh.cp_group)
-        loss, stats = loss_fn(out if entropy else Output(out, None), cut_columns(microbatch, mesh))
+        out = output_here(model, microbatch.tokens, temperature, microbatch.documents, entropy, mesh.cp_group)
+        loss, stats = loss_fn(out, cut_columns(microbatch, mesh))
         backward(loss, last=number == len(microbatches))
         yield {**stats, "loss": loss.detach()}
 
@@ -235,7 +235,9 @@ def in_step(microbatches: list[Rollout], loss_fn: LossFn, mesh: Mesh) -> tuple[l
     idle = Rollout(torch.zeros(1, 2, dtype=torch.int64, device=mesh.device), one[None] > 0, one + 2, one, one)
 
     def loss_or_nothing(out: Output, microbatch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        return (out.logprobs.sum() * 0, {}) if microbatch.lengths is idle.lengths else loss_fn(out, microbatch)
+        if microbatch.lengths is not idle.lengths:
+            return loss_fn(out, microbatch)
+        return (out.logprobs if out.values is None else out.values).sum() * 0, {}
 
     return microbatches + [idle] * (int(most) - len(microbatches)), loss_or_nothing
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl.config import UserError
-from minirl.logprobs import Output, head_logprobs, shift
+from minirl.logprobs import head_output, shift
 from minirl.model import Frame, KVCache, ModelConfig, Transformer
 from minirl.parallel.collectives import broadcast, gather_objects, start_exchange
 from minirl.parallel.context import cut_columns
@@ -99,9 +99,9 @@ def split_stages(model: Transformer, mesh: Mesh, chunks: int = 1, kind: Kind = "
     here = {layer for number in model.pipeline.mine for layer in slices[number]}
     for layer in {*range(len(model.layers))} - here:
         model.layers[layer] = Elsewhere()
-    first, last, tied = mesh.pp_rank == 0, model.pipeline.is_last, model.config.tie_word_embeddings
+    first, last, tied = mesh.pp_rank == 0, model.pipeline.is_last, model.tied
     for name, kept in (("embed_tokens", first or (last and tied)), ("embed_positions", first), ("norm", last),
-                       ("lm_head", last)):
+                       ("lm_head", last), ("score", last)):
         if hasattr(model, name) and not kept:
             setattr(model, name, Elsewhere())
     gather_objects(None, mesh.pp_group)  # NCCL wants a group's first call to be one that all its ranks take part in
@@ -203,8 +203,8 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
         x = None if x is None else x.requires_grad_()
         out = pipeline.run(model, number, x, inputs, model.frames(inputs, positions, documents, None))
         if number == len(pipeline.slices) - 1:
-            scores = head_logprobs(model, out, targets, temperature, entropy)
-            out, sums = loss_fn(scores if entropy else Output(scores, None), cut_columns(microbatch, mesh))
+            output = head_output(model, out, targets, temperature, entropy)
+            out, sums = loss_fn(output, cut_columns(microbatch, mesh))
             stats.append({**sums, "loss": out.detach()})
         live[op.microbatch, op.chunk] = x, out
         return out.detach()
@@ -259,7 +259,7 @@ def sum_tied_gradients(model: Transformer) -> None:
     Once an update, after the last backward and before the sum over replicas. Both get the same bits.
     """
     pipeline = model.pipeline
-    if pipeline is None or not model.config.tie_word_embeddings:
+    if pipeline is None or not model.tied:
         return
     first, last = 0, pipeline.group.size - 1
     if pipeline.group.rank not in (first, last):

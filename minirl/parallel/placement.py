@@ -103,7 +103,7 @@ def sum_partial_gradients(model: nn.Module | Iterable[nn.Parameter], group: Grou
 
 def mark_tied(model: nn.Module) -> None:
     """Note on a parameter that another stage of the pipeline has it too: it counts once in the norm, on the first."""
-    if getattr(model, "pipeline", None) is not None and model.config.tie_word_embeddings:
+    if getattr(model, "pipeline", None) is not None and model.tied:
         for p in model.embed_tokens.parameters():
             p.tied = True
 

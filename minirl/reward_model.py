@@ -1,0 +1,124 @@
+"""A reward model: a transformer that gives an answer one number, learnt from which of two answers was preferred.
+
+    P(chosen is preferred to rejected) = sigmoid(score(chosen) - score(rejected))        Bradley and Terry, 1952
+
+It is an ordinary `Transformer` whose config has `num_labels` 1: in the place of the words' logits stands one score for
+each token. That of an answer is read at its last real token, its EOS or where it was cut, which has seen all of it.
+
+    model = reward_model_of(policy, generator)                              the policy's layers under a new head
+    scores = row_sum(model's values, score_inputs(rows).action_mask)        in `forward_backward`, with gradient
+    rewards = score_rows(model, rollout, microbatch_size, mesh)             (B,), without: what PPO is paid
+    save_model(model, folder, tokenizer)                                    opens as AutoModelForSequenceClassification
+    model = load_reward_model(folder, tokenizer)
+
+`train_dpo.py --loss reward` trains one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minirl.checkpoint import load_model
+from minirl.config import UserError
+from minirl.logprobs import rollout_values
+from minirl.losses import row_sum
+from minirl.model import Transformer
+from minirl.rollout import Rollout
+from minirl.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
+
+
+def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, centring: float = 0.0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2 of each pair, (P,), unreduced.
+
+    chosen, rejected : (P,) scores
+    margin           : (P,) or a number: how much better a pair's chosen answer is known to be (arXiv:2307.09288 eq. 2)
+    centring         : the loss itself looks at differences only, so that scores may wander off together; this keeps
+                       their mean at 0 (arXiv:2312.09244 sec. 2; 0.01 there)
+    """
+    loss = -F.logsigmoid(chosen - rejected - margin)  # and not log(sigmoid(x)), which is -inf from x = -104 on
+    return loss + centring * (chosen + rejected).square() if centring else loss
+
+
+@torch.no_grad()
+def reward_stats(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Sums over P pairs, as `preference_losses.preference_stats` has them; equal scores count half a right answer."""
+    wins = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+    return {"rows": chosen.new_full((), len(chosen)), "row_reward_chosen": chosen.sum(),
+            "row_reward_rejected": rejected.sum(), "row_margin": (chosen - rejected).sum(), "row_accuracy": wins.sum()}
+
+
+# ---- the model ----
+
+def reward_model_of(policy: Transformer, generator: torch.Generator) -> Transformer:
+    """A new reward model (or critic) with a copy of the policy's layers and a random head; adapters must be merged.
+
+    generator : of the head, on the CPU: normal, std 1 / sqrt(D), so that the first scores are of order 1
+    """
+    model = Transformer(replace(policy.config, num_labels=1)).to(policy.device, policy.dtype)
+    state = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
+    head = torch.randn(1, policy.config.hidden_size, generator=generator) * policy.config.hidden_size**-0.5
+    model.load_state_dict(state | {"score.weight": head})
+    model.generation_config = policy.generation_config
+    return model
+
+
+def load_reward_model(folder: str | Path, tokenizer: Tokenizer | None = None, dtype: torch.dtype | None = torch.float32,
+                      device: str | torch.device = "cpu") -> Transformer:
+    """Open a folder that `save_model` wrote, or any sequence classifier of Hugging Face with one label.
+
+    tokenizer : of the policy whose rows will be scored; they are passed on as token ids, never as text
+    UserError : a language model; another vocabulary than the tokenizer's
+    """
+    model = load_model(folder, dtype, device)
+    if not model.config.num_labels:
+        raise UserError(f"{folder} is a language model, which gives no score: train a reward model with train_dpo.py "
+                        "--loss reward, and give its checkpoint")
+    if tokenizer is not None:
+        own = load_tokenizer(folder)
+        if (difference := unlike(own, tokenizer)) is not None:
+            raise UserError(f"the reward model {folder} has another vocabulary than the policy ({difference}): train "
+                            "one on the policy's own tokens")
+    return model
+
+
+def unlike(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    """In what two tokenizers differ; None: the same ids mean the same."""
+    if ours.vocab_size != theirs.vocab_size:
+        return f"{ours.vocab_size} tokens and {theirs.vocab_size}"
+    if ours.eos_id != theirs.eos_id:
+        return f"EOS is {ours.eos_id} and {theirs.eos_id}"
+    for token in range(ours.vocab_size):
+        if ours.token_bytes(token) != theirs.token_bytes(token):
+            return f"token {token} is {ours.token_bytes(token)!r} and {theirs.token_bytes(token)!r}"
+    return None
+
+
+# ---- scores ----
+
+def score_inputs(rollout: Rollout) -> Rollout:
+    """The same rows, made so that the score of each is `row_sum(values, action_mask)`.
+
+    A column of padding is added, since the model reads tokens[:, :-1]: so it reads the last real token too. The mask is
+    True in the one column of each row that has read all of it. Training and scoring both take their rows from here.
+    """
+    tokens = F.pad(rollout.tokens, (0, 1))  # (B, T + 1)
+    column = torch.arange(tokens.shape[1] - 1, device=tokens.device)  # (T,)
+    return rollout.replace(tokens=tokens, action_mask=column == rollout.lengths[:, None] - 1,
+                           lengths=rollout.lengths + 1)
+
+
+@torch.no_grad()
+def score_rows(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
+    """The score of each row of a rollout: (B,) float32 or wider, no gradient. Padding and neighbours change nothing."""
+    rows = score_inputs(Rollout(**{name: getattr(rollout, name) for name in
+                                   ("tokens", "action_mask", "lengths", "group", "sample_ids")}))
+    return row_sum(rollout_values(model, rows, microbatch_size, mesh), rows.action_mask)
