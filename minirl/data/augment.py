@@ -1,0 +1,78 @@
+"""More out of a good trajectory: tools in another order, other tools beside them, and mistakes that are mended.
+
+A model that always finds the right tool first, or alone, learns the place and not the description; one that has never
+seen an error does not know what to do after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from minirl.data.trajectories import RowError
+
+
+def shuffle_tools(row: dict[str, Any], rng: Random, others: Sequence[dict[str, Any]] = (),
+                  most: int = 8) -> dict[str, Any]:
+    """The row with its tools in random order, among up to `most` of them drawn from `others` and from its own.
+
+    A tool that the row calls always stays, with its own description; one of the same name is not added.
+    """
+    tools = [*(row.get("tools") or [])]
+    called = {call["function"]["name"] for message in messages_of(row) for call in message.get("tool_calls") or []}
+    kept = [tool for tool in tools if tool["function"]["name"] in called]
+    names = {tool["function"]["name"] for tool in tools}
+    rest = [tool for tool in tools if tool["function"]["name"] not in called]
+    foreign: list[dict[str, Any]] = []
+    for tool in rng.sample(others, len(others)):
+        if len(foreign) + len(tools) >= most:
+            break
+        if tool["function"]["name"] not in names:
+            foreign.append(tool)
+            names.add(tool["function"]["name"])
+    kept += rng.sample(rest, len(rest))[: max(0, most - len(kept))] + foreign
+    return row | {"tools": rng.sample(kept, len(kept))}
+
+
+def recovery_row(row: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """The row with a mistake before one of its calls, the error that it earns, and then the call as it was.
+
+    returns {"prompt": up to the error, "completion": the right call and the rest, "tools"}: the mistake is read and
+    not learnt. `RowError`: the row calls nothing, or its call cannot be spoilt.
+    """
+    messages = messages_of(row)
+    start = len(row.get("prompt") or [])
+    places = [i for i, message in enumerate(messages) if i >= start and len(message.get("tool_calls") or []) == 1]
+    if not places:
+        raise RowError("no single call", "no turn of the row has exactly one call, before which to err")
+    at = rng.choice(places)
+    good = messages[at]["tool_calls"][0]["function"]
+    tools = {tool["function"]["name"]: tool["function"] for tool in row.get("tools") or []}
+    name, arguments, error = _spoil(good["name"], good["arguments"], tools, rng)
+    bad = {"role": "assistant", "content": messages[at].get("content"),
+           "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+    right = messages[at] | {"content": None}
+    return {key: value for key, value in row.items() if key not in ("messages", "prompt", "completion")} | {
+        "prompt": [*messages[:at], bad, {"role": "tool", "content": error}],
+        "completion": [right, *messages[at + 1:]]}
+
+
+def _spoil(name: str, arguments: dict[str, Any], tools: dict[str, Any], rng: Random) -> tuple[str, dict, str]:
+    """A mistake of one of three kinds, and what a tool loop would answer."""
+    required = [key for key in (tools.get(name, {}).get("parameters") or {}).get("required") or [] if key in arguments]
+    kinds = ["unknown tool", "unknown argument"] + ["missing argument"] * bool(required)
+    kind = rng.choice(kinds)
+    if kind == "unknown tool":
+        wrong = next(f"{name}_{i}" for i in range(2, len(tools) + 3) if f"{name}_{i}" not in tools)
+        return wrong, arguments, f"Error: there is no tool {wrong!r}. Tools: {', '.join(tools)}."
+    if kind == "missing argument":
+        key = rng.choice(required)
+        return name, {k: v for k, v in arguments.items() if k != key}, f"Error in {name}: arguments lacks {key!r}."
+    key = "input" if "input" not in arguments else "input_2"
+    return name, arguments | {key: ""}, f"Error in {name}: arguments has {key!r}, which the schema does not know."
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """All messages of a row, whether it has "messages" or "prompt" and "completion"."""
+    return row["messages"] if "messages" in row else [*row["prompt"], *row.get("completion", [])]
