@@ -6,9 +6,13 @@ from minirl.config import UserError
 from minirl.env.addition import Addition
 from minirl.env.base import Env, Episode, Example, Step
 from minirl.env.calculator import Calculator, CalculatorError, calculate
+from minirl.env.countdown import countdown
 from minirl.env.gsm8k import GSM8K
+from minirl.env.lookup import lookup
+from minirl.env.shop import shop
 
-TASKS = ("addition", "calculator", "gsm8k")
+TASKS = ("addition", "calculator", "countdown", "gsm8k", "lookup", "shop")
+MADE = {"addition": Addition, "calculator": Calculator, "countdown": countdown, "lookup": lookup, "shop": shop}
 
 __all__ = [
     "GSM8K",
@@ -26,7 +30,7 @@ __all__ = [
 
 
 def make_env(name: str, data: str = "", eval_data: str = "", difficulty: int = 2, seed: int = 0) -> Env:
-    """The task of that name. data, eval_data: files for gsm8k; difficulty: digits of an operand elsewhere."""
+    """The task of that name. data, eval_data: files for gsm8k; difficulty: see each task."""
     if name not in TASKS:
         nearest = get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise UserError(f'task "{name}" is unknown, did you mean "{nearest}"? Tasks: {", ".join(TASKS)}')
@@ -34,4 +38,4 @@ def make_env(name: str, data: str = "", eval_data: str = "", difficulty: int = 2
         return GSM8K(data, eval_data, seed)
     if path := data or eval_data:
         raise UserError(f"task {name} makes its own problems: drop the file {path}, or choose --task gsm8k")
-    return Addition(difficulty, seed) if name == "addition" else Calculator(difficulty, seed)
+    return MADE[name](difficulty, seed)

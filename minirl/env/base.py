@@ -9,21 +9,24 @@ A new environment is one small class, see addition.py, and one line in `make_env
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minirl.config import UserError
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem. `solution`: a demonstration for the cold start, action by action; () if there is none."""
+    """One problem. `solution`: a demonstration for the cold start, action by action; () if there is none.
+    `state`: what an episode starts from where the prompt does not say it all: a database, documents.
+    """
 
     prompt: str
     answer: str
     solution: tuple[str, ...] = ()
+    state: Any = field(default=None, compare=False, repr=False)
 
 
 class Step(NamedTuple):
@@ -32,12 +35,31 @@ class Step(NamedTuple):
     info : for evaluation, never for training. "format" on the last step: an answer could be read from the action,
            right or wrong. "tool_call" on every step of a task with tools: the call in the action could be carried out;
            None: there was none
+    action : what it answers, filled in by `collect`
     """
 
     observation: str
     reward: float
     done: bool
     info: dict
+    action: str = ""
+
+
+class Transition(NamedTuple):
+    """One turn of a trajectory, as the literature writes it; `state` is what the policy saw last."""
+
+    state: str
+    action: str
+    observation: str
+    reward: float
+    done: bool
+    info: dict
+
+
+def trajectory(prompt: str, steps: Sequence[Step]) -> list[Transition]:
+    """The turns of one row of a Rollout (`rollout.turns[row]`); its tokens are `rollout.tokens[row]`."""
+    states = [prompt, *(step.observation for step in steps)]
+    return [Transition(state, step.action, *step[:4]) for state, step in zip(states, steps, strict=False)]
 
 
 class Episode(Protocol):

@@ -101,7 +101,8 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     turns: list[list[Step]] = [[] for _ in episodes]
 
     def respond(row: int, action: list[int]) -> list[int]:
-        acted = episodes[row].step(tokenizer.decode(action, continued=True)) if mesh.replica_group.rank == 0 else None
+        text = tokenizer.decode(action, continued=True)
+        acted = episodes[row].step(text)._replace(action=text) if mesh.replica_group.rank == 0 else None
         step = broadcast_object(acted, mesh.replica_group)
         turns[row].append(step)
         return [] if step.done else tokenizer.encode(step.observation, continued=True)
