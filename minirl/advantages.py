@@ -3,7 +3,9 @@
 B rows, P prompts, G samples of one prompt (its group).
 """
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -11,34 +13,95 @@ from torch import Tensor
 from minirl.config import UserError
 from minirl.gae import gae as gae  # with a critic instead of a group: a file of its own
 
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
+
+Baseline = Literal["mean", "leave-one-out", "length", "none"]
+Scale = Literal["std", "batch", "none"]
+
 
 @torch.no_grad()
-def group_advantages(rewards: Tensor, group: Tensor, scale: Literal["std", "none"] = "std", ddof: int = 0,
-                     eps: float = 0.0) -> Tensor:
-    """Each reward relative to the other samples of its prompt: A = (r - mean) / std, the critic of GRPO.
+def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof: int = 0, eps: float = 0.0,
+                     baseline: Baseline = "mean", lengths: Tensor | None = None, mesh: Mesh | None = None) -> Tensor:
+    """Each reward relative to the other samples of its prompt: A = (r - baseline) / scale, the critic of GRPO.
 
-    rewards : (B,) finite, any scale
-    group   : (B,) int64, the prompt each row answers: any sizes above 1, rows in any order
-    scale   : "std"   GRPO, arXiv:2402.03300 sec. 4.1.2
-              "none"  A = r - mean: Dr. GRPO, arXiv:2503.20783 sec. 3.2
-    ddof    : 0 divides the variance by G, 1 (verl, TRL) by G - 1. The paper does not say which; 0 is our
-              choice: [1, 0, 0, 1] gives exactly [1, -1, -1, 1], and a share p of right answers gives each
-              of them sqrt((1 - p) / p). With 1, advantages are smaller by sqrt((G - 1) / G)
-    eps     : added to std: 1e-6 in verl, 1e-4 in TRL. Not needed, since equal rewards are found by comparison
-    returns : (B, 1) unitless, no gradient; **exactly 0** in a group whose rewards are equal
+    rewards  : (B,) finite, any scale
+    group    : (B,) int64, the prompt each row answers: any sizes above 1, rows in any order
+    baseline : "mean"           of the group: GRPO, arXiv:2402.03300 sec. 4.1.2. It contains r itself, which shrinks the
+                                expected gradient by (G - 1) / G and changes nothing else
+               "leave-one-out"  mean of the others: RLOO, arXiv:2402.14740, unbiased; G / (G - 1) times the one before
+               "length"         sum of length x r / sum of lengths: OPO, arXiv:2505.23585, where the variance of the
+                                gradient is least if a token's gradient has the same size everywhere; needs `lengths` (B,)
+               "none"           A = r / scale: equal rewards are a signal as well (REINFORCE++ whitens afterwards)
+    scale    : "std"    of the group's rewards: GRPO
+               "batch"  of all rewards, over all replicas of `mesh`: a group cannot gain weight by being nearly constant
+               "none"   Dr. GRPO, arXiv:2503.20783 sec. 3.2
+    ddof     : 0 divides the variance by G, 1 (verl, TRL) by G - 1. The paper does not say which; 0 is our
+               choice: [1, 0, 0, 1] gives exactly [1, -1, -1, 1], and a share p of right answers gives each
+               of them sqrt((1 - p) / p). With 1, advantages are smaller by sqrt((G - 1) / G)
+    eps      : added to std: 1e-6 in verl, 1e-4 in TRL. Not needed, since equal rewards are found by comparison
+    returns  : (B, 1) unitless, no gradient; **exactly 0** in a group whose rewards are equal, but for baseline "none"
 
     UserError: a reward that is not finite, a group of one, an option that does not exist.
     """
-    if scale not in ("std", "none") or ddof not in (0, 1):
-        raise UserError(f'scale {scale!r} with ddof {ddof!r}: use "std" or "none", and 0 or 1')
+    if scale not in Scale.__args__ or ddof not in (0, 1) or baseline not in Baseline.__args__:
+        raise UserError(f"scale {scale!r}, baseline {baseline!r}, ddof {ddof!r}: use one of {Scale.__args__}, "
+                        f"one of {Baseline.__args__}, and 0 or 1")
     rewards, index, count = _checked(rewards, group)
-    mean = _group_sum(rewards, index, count) / count  # (P,)
-    advantages = rewards - mean[index]  # (B,)
+    centred = rewards - (_group_sum(rewards, index, count) / count)[index]  # (B,)
+    if baseline == "mean":
+        advantages = centred
+    elif baseline == "leave-one-out":
+        advantages = centred * (count / (count - 1))[index]
+    elif baseline == "length":
+        if lengths is None:
+            raise UserError('baseline "length" weighs rewards by the lengths of their answers: pass lengths (B,)')
+        weight = lengths.to(rewards.dtype).clamp(min=1)  # a group of empty answers has a mean, too
+        advantages = rewards - (_group_sum(weight * rewards, index, count) / _group_sum(weight, index, count))[index]
+    else:
+        advantages = rewards
+    constant = _constant(rewards, index, count)[index]
     if scale == "std":
-        variance = _group_sum(advantages.square(), index, count) / (count - ddof)
-        advantages = advantages / (variance.sqrt() + eps)[index]
-    # The float32 mean of equal rewards need not be that reward, and rounding over a std of rounding is 1.
-    return torch.where(_constant(rewards, index, count)[index], 0.0, advantages)[:, None]
+        variance = _group_sum(centred.square(), index, count) / (count - ddof)
+        # Rounding over a std of rounding would be 1.
+        advantages = advantages / torch.where(constant, 1.0, variance.sqrt()[index] + eps)
+    elif scale == "batch":
+        spread = batch_moments(rewards, ddof, mesh)[1]
+        advantages = advantages / torch.where(spread > 0, spread + eps, 1.0)
+    if baseline != "none":
+        advantages = torch.where(constant, 0.0, advantages)  # the float32 mean of equal rewards need not be that reward
+    return advantages[:, None]
+
+
+@torch.no_grad()
+def batch_moments(x: Tensor, ddof: int = 0, mesh: Mesh | None = None) -> tuple[Tensor, Tensor]:
+    """(mean, std), scalars in the dtype of x, of all numbers x (N,) of all replicas; 0 and 0 if there are none."""
+    x64 = x.double()
+    sums = torch.stack([x64.sum(), x64.square().sum(), x64.new_tensor(float(len(x)))])
+    if mesh is not None and mesh.dp > 1:
+        from minirl.parallel.collectives import all_reduce  # torch.distributed is not needed on a laptop
+
+        sums = all_reduce(sums, mesh.dp_group)
+    total, square, count = sums
+    mean = total / count.clamp(min=1)
+    variance = (square - count * mean.square()) / (count - ddof).clamp(min=1)
+    # The difference of two large sums: what is left of equal numbers is rounding, and their std is 0.
+    variance = torch.where(variance <= 1e-12 * square / count.clamp(min=1), 0.0, variance)
+    return mean.to(x.dtype), variance.sqrt().to(x.dtype)
+
+
+@torch.no_grad()
+def whiten(advantages: Tensor, mask: Tensor | None = None, ddof: int = 0, eps: float = 0.0,
+           mesh: Mesh | None = None) -> Tensor:
+    """(x - mean) / std over the batch of all replicas: REINFORCE++, arXiv:2501.03262; GDPO, arXiv:2601.05242.
+
+    advantages : (B, 1), where every row counts once, or (B, S), where every token of `mask` (B, S) does. verl whitens
+                 tokens also where a row has one value, so that long rows count for more; we do not
+    returns    : the same shape; numbers that are all equal become 0
+    """
+    counted = advantages[:, 0] if advantages.shape[1] == 1 else advantages[mask]
+    mean, std = batch_moments(counted, ddof, mesh)
+    return (advantages - mean) / (std + eps) if std > 0 else torch.zeros_like(advantages)
 
 
 @torch.no_grad()

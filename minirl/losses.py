@@ -32,7 +32,7 @@ Mode = Literal["token", "sequence", "prompt", "constant"]
 MAX_LOG_RATIO = 20.0
 
 
-def _expm1(x: Tensor) -> Tensor:
+def bounded_expm1(x: Tensor) -> Tensor:
     """exp(x) - 1, with the tangent beyond MAX_LOG_RATIO. As written it would be mostly rounding near 0."""
     return x.clamp(max=MAX_LOG_RATIO).expm1() + math.exp(MAX_LOG_RATIO) * (x - MAX_LOG_RATIO).clamp(min=0)
 
@@ -53,7 +53,7 @@ def clipped_surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     On the first pass over fresh samples the ratio is 1 and the value is -advantages: with the mode "sequence"
     the loss is then 0, since the advantages of a group add up to 0. Its gradient is not.
     """
-    ratio = 1 + _expm1(logprobs - old_logprobs.detach())  # (B, S)
+    ratio = 1 + bounded_expm1(logprobs - old_logprobs.detach())  # (B, S)
     advantages = advantages.detach()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -100,7 +100,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     if kind == "k2":
         return d.square() / 2
     if kind == "k3":
-        return _expm1(-d) + d
+        return bounded_expm1(-d) + d
     raise UserError(f'KL estimator {kind!r} does not exist: use "k1", "k2" or "k3"')
 
 
@@ -214,7 +214,8 @@ def prompt_tokens(mask: Tensor, group: Tensor) -> Tensor:
 
 @torch.no_grad()
 def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None,
-                 advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> dict[str, Tensor]:
+                 advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float,
+                 clipped: Tensor | None = None) -> dict[str, Tensor]:
     """What to log about a policy update: scalars, **sums** over the action tokens of this microbatch.
 
     Add them up over microbatches and ranks, then divide by "tokens"; a mean of means would depend on how the
@@ -224,14 +225,14 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
     tokens, rows         how many
     approx_kl            KL(old || now) in nats, by k3: how far the updates on this rollout have gone
     clip_frac            tokens whose gradient the clip takes away: A > 0 and ratio > 1 + eps_high, or
-                         A < 0 and ratio < 1 - eps_low
+                         A < 0 and ratio < 1 - eps_low; or those of `clipped` (B, S), where another bound is in use
     kl_ref               KL(policy || reference) in nats, by k3; only with ref_logprobs
     entropy              nats; only with entropy
     max_ratio_deviation  largest |ratio - 1|. More than 1e-5 on a first pass in float32: sampler and trainer
                          do not compute the same thing
     """
-    excess = _expm1(logprobs - old_logprobs)  # ratio - 1
-    binds = ((advantages > 0) & (excess > eps_high)) | ((advantages < 0) & (excess < -eps_low))
+    excess = bounded_expm1(logprobs - old_logprobs)  # ratio - 1
+    binds = clipped if clipped is not None else ((advantages > 0) & (excess > eps_high)) | ((advantages < 0) & (excess < -eps_low))
     per_token = {"approx_kl": kl_estimate(old_logprobs, logprobs, "k3"), "clip_frac": binds.float()}
     if ref_logprobs is not None:
         per_token["kl_ref"] = kl_estimate(logprobs, ref_logprobs, "k3")

@@ -81,8 +81,8 @@ def test_what_cannot_be_compared_is_refused_in_one_line():
         with pytest.raises(UserError, match=what) as error:
             advantages(*arguments)
         assert error.match(remedy) and "\n" not in str(error.value)
-    for options in ({"scale": "batch"}, {"ddof": 2}):
-        with pytest.raises(UserError, match="use"):
+    for options in ({"scale": "median"}, {"ddof": 2}, {"baseline": "best"}, {"baseline": "length"}):
+        with pytest.raises(UserError, match="use|pass"):
             advantages([1, 0], **options)
 
 
