@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 
 import train_sft
-from minirl.advantages import group_advantages
 from minirl.checkpoint import (
     check_tokenizer,
     load_checkpoint,
@@ -39,7 +38,7 @@ from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
-from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens
+from minirl.losses import aggregate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
 from minirl.options import (
@@ -52,12 +51,13 @@ from minirl.options import (
     prepare,
 )
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
+from minirl.recipes import RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
-class Config(LayoutOptions, AdapterOptions, RunOptions):
+class Config(RecipeOptions, LayoutOptions, AdapterOptions, RunOptions):
     # run
     run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
     save_rollouts: bool = False  # write every rollout to run_dir/rollouts
@@ -78,12 +78,6 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
     temperature: float = 1.0  # of sampling, and of every log-probability in training
     max_rows: int = 4096  # rows decoded at once
-    # objective
-    advantage_scale: Literal["std", "none"] = "std"  # divide by the group's std (GRPO), or not (Dr. GRPO)
-    aggregate: Literal["token", "sequence", "prompt", "constant"] = "token"  # how the tokens' losses are weighed
-    eps_low: float = 0.2  # a ratio below 1 - eps_low has no gradient when the advantage is negative
-    eps_high: float = 0.2  # a ratio above 1 + eps_high has no gradient when the advantage is positive
-    kl_coef: float = 0.001  # weight of KL(policy || reference), k3; 0: no reference model
     # optimisation
     steps: int = 300  # rollouts
     epochs: int = 1  # passes over each rollout
@@ -99,11 +93,11 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     eval_problems: int = 500  # held-out problems, answered greedily
 
     def __post_init__(self):
+        fill_in(self)
         check_shared(self)
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
                        "max_rows", "lr", "eval_problems", "cold_start_steps")
-        check_not_negative(self, "max_new_tokens", "eps_low", "eps_high", "kl_coef", "warmup_steps", "weight_decay",
-                           "max_grad_norm", "eval_every")
+        check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -179,8 +173,7 @@ def main(config: Config) -> None:
         sampled = perf_counter()
 
         # (2) advantages: better or worse than the other answers to the same prompt?
-        advantages = group_advantages(rollout.rewards, rollout.group, config.advantage_scale)
-        rollout = rollout.replace(advantages=advantages)
+        rollout = rollout.replace(advantages=make_advantages(rollout, config, mesh))
 
         # (3) log-probs under the frozen reference
         if config.kl_coef > 0:
@@ -190,19 +183,16 @@ def main(config: Config) -> None:
 
         # (4) policy updates
         updates = []
-        for minibatch in rollout.minibatches(config.minibatches, config.epochs):
+        for minibatch in leave_out(rollout, config).minibatches(config.minibatches, config.epochs):
             mode, mask = config.aggregate, minibatch.action_mask
             minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
-            total = loss_total(mode, mask, mesh, minibatch.group, max_new_tokens)
+            total = loss_total(mode, mask, mesh, minibatch.group, config.constant_length or max_new_tokens)
 
             def loss_fn(out: Output, mb: Rollout, mode=mode, total=total):
-                per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages,
-                                              config.eps_low, config.eps_high)
-                if mb.ref_logprobs is not None:
-                    per_token = per_token + config.kl_coef * kl_estimate(out.logprobs, mb.ref_logprobs, "k3")
+                per_token, clipped = recipe_loss(out.logprobs, mb, config, mesh.cp_group)
                 loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
-                                          mb.action_mask, config.eps_low, config.eps_high)
+                                          mb.action_mask, config.eps_low, config.eps_high, clipped)
 
             stats = forward_backward(policy, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
                                      config.temperature, entropy=True)

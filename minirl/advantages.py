@@ -30,8 +30,8 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
     baseline : "mean"           of the group: GRPO, arXiv:2402.03300 sec. 4.1.2. It contains r itself, which shrinks the
                                 expected gradient by (G - 1) / G and changes nothing else
                "leave-one-out"  mean of the others: RLOO, arXiv:2402.14740, unbiased; G / (G - 1) times the one before
-               "length"         sum of length x r / sum of lengths: OPO, arXiv:2505.23585, where the variance of the
-                                gradient is least if a token's gradient has the same size everywhere; needs `lengths` (B,)
+               "length"         sum of length x r / sum of lengths: OPO, arXiv:2505.23585, the least
+                                variance if the gradients of all tokens have one size; needs `lengths` (B,)
                "none"           A = r / scale: equal rewards are a signal as well (REINFORCE++ whitens afterwards)
     scale    : "std"    of the group's rewards: GRPO
                "batch"  of all rewards, over all replicas of `mesh`: a group cannot gain weight by being nearly constant

@@ -66,6 +66,7 @@ def cli(config_class: type[T], argv: Sequence[str] | None = None, description: s
                      usage=" ".join(["%(prog)s", *map(str.upper, places), "[--flag value ...]"]))
     comments = field_comments(config_class)
     hints = typing.get_type_hints(config_class)
+    filled = _filled(config_class)
     groups = {"": parser}
     for field in fields:
         title, text = comments[field.name]
@@ -74,8 +75,12 @@ def cli(config_class: type[T], argv: Sequence[str] | None = None, description: s
         options = {"help": text.replace("%", "%%")} | _argument(hints[field.name])
         if field.name in places:
             groups[title].add_argument(field.name, **options | {"metavar": field.name.upper()})
-        else:
-            groups[title].add_argument("--" + field.name.replace("_", "-"), default=field.default, **options)
+            continue
+        default = field.default
+        if default is None and getattr(filled, field.name, None) is not None:  # what stands in for it is shown
+            options["help"] += f" (default: {getattr(filled, field.name)})"
+            default = argparse.SUPPRESS
+        groups[title].add_argument("--" + field.name.replace("_", "-"), default=default, **options)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]
@@ -204,6 +209,14 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 def _fail(message: str) -> NoReturn:
     print("error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+def _filled(config_class: type[T]) -> T | None:
+    """A config of defaults, where `__post_init__` has filled in what depends on other options; None: there is none."""
+    try:
+        return config_class()
+    except (TypeError, ValueError):  # something must be given, or given otherwise
+        return None
 
 
 def _unpack(hint: Any) -> tuple[type, tuple | None, bool]:

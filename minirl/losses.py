@@ -232,7 +232,8 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
                          do not compute the same thing
     """
     excess = bounded_expm1(logprobs - old_logprobs)  # ratio - 1
-    binds = clipped if clipped is not None else ((advantages > 0) & (excess > eps_high)) | ((advantages < 0) & (excess < -eps_low))
+    binds = ((advantages > 0) & (excess > eps_high)) | ((advantages < 0) & (excess < -eps_low))
+    binds = binds if clipped is None else clipped
     per_token = {"approx_kl": kl_estimate(old_logprobs, logprobs, "k3"), "clip_frac": binds.float()}
     if ref_logprobs is not None:
         per_token["kl_ref"] = kl_estimate(logprobs, ref_logprobs, "k3")

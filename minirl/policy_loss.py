@@ -9,7 +9,7 @@ Ratios, from the log-ratio d_t = logprobs - old_logprobs of each token of an ans
                                                  and may have its own advantage; with one a row, the same as "sequence"
     "product"     sum_t d_t                      the true ratio of two answers: Kimi k1.5, arXiv:2501.12599
 
-Surrogates, objectives to be raised (the loss is minus them). rho is the ratio, A the advantage, sg(...) has no gradient:
+Surrogates are objectives: the loss is minus them. rho is the ratio, A the advantage, sg(...) has no gradient:
 
     surrogate    objective of a token                                source
     "clip"       min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)  PPO eq. 7. With dual_clip c above 0 and A < 0 it is

@@ -82,7 +82,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line():
             advantages(*arguments)
         assert error.match(remedy) and "\n" not in str(error.value)
     for options in ({"scale": "median"}, {"ddof": 2}, {"baseline": "best"}, {"baseline": "length"}):
-        with pytest.raises(UserError, match="use|pass"):
+        with pytest.raises(UserError, match=r"use|pass"):
             advantages([1, 0], **options)
 
 

@@ -21,6 +21,7 @@ from ranks import run_ranks, start
 from safetensors.torch import load_file, save_file
 
 import minirl.evaluate
+import minirl.options
 import minirl.plan
 import train_grpo
 import train_sft
@@ -348,7 +349,8 @@ def test_the_config_of_the_run_is_saved(grpo_run, sft_run):
 @pytest.mark.parametrize(("kl_coef", "loads"), [(0.0, 1), (0.1, 2)])
 def test_the_reference_is_loaded_only_for_a_kl_term(kl_coef, loads, tmp_path, sft_run, monkeypatch):
     opened = []
-    monkeypatch.setattr(train_grpo, "open_policy", lambda *args: opened.append(args) or load_model(*args[:3]))
+    for module in (train_grpo, minirl.options):
+        monkeypatch.setattr(module, "open_policy", lambda *args: opened.append(args) or load_model(*args[:3]))
     grpo(tmp_path / "run", sft_run, **GRPO | dict(steps=1, kl_coef=kl_coef))
     assert len(opened) == loads
     assert ("kl_ref" in numbers(tmp_path / "run")[1]) == (loads == 2)

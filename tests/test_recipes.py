@@ -1,0 +1,215 @@
+"""The table of recipes: what a row means, that a flag overrides it, and that every row trains."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.testing import assert_close
+
+import train_grpo
+from minirl.advantages import batch_moments, group_advantages, whiten
+from minirl.config import UserError, cli
+from minirl.metrics import read_metrics
+from minirl.parallel import close_mesh, init_mesh
+from minirl.recipes import (
+    COLUMNS,
+    RECIPES,
+    TABLE,
+    RecipeOptions,
+    document,
+    fill_in,
+    leave_out,
+    make_advantages,
+    recipe_loss,
+)
+from minirl.rollout import Rollout
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Options(RecipeOptions):
+    def __post_init__(self):
+        fill_in(self)
+
+
+def rollout_of(rewards, group, lengths=None, finished=None, width=4, dtype=torch.float64) -> Rollout:
+    """Rows with these rewards and numbers of action tokens, all log-probs -1."""
+    n = len(rewards)
+    lengths = torch.tensor(lengths or [width] * n)
+    mask = torch.arange(width) < lengths[:, None]
+    return Rollout(tokens=torch.zeros(n, width + 1, dtype=torch.int64), action_mask=mask, lengths=lengths + 1,
+                   group=torch.tensor(group), sample_ids=torch.arange(n),
+                   old_logprobs=torch.where(mask, -1.0, 0.0).to(dtype),
+                   finished=torch.tensor(finished or [True] * n), rewards=torch.tensor(rewards, dtype=dtype))
+
+
+def advantages(recipe, rewards, group=None, **kwargs):
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name in COLUMNS}
+    group = group or [0] * len(rewards)
+    return make_advantages(rollout_of(rewards, group, **kwargs), Options(recipe, **options))[:, 0].tolist()
+
+
+# ---- the table ----
+
+def test_the_default_is_what_the_readme_trains_with():
+    config = train_grpo.Config()
+    assert config.recipe == "default"
+    assert (config.advantage_scale, config.aggregate, config.eps_low, config.eps_high, config.kl_coef, config.kl_kind,
+            config.surrogate, config.baseline) == ("std", "token", 0.2, 0.2, 0.001, "k3", "clip", "mean")
+
+
+def test_every_row_has_a_source_and_an_idea_and_names_columns_that_exist():
+    assert set(TABLE["default"].options) == set(COLUMNS)
+    for name, line in TABLE.items():
+        assert line.source and line.idea and set(line.options) <= set(COLUMNS), name
+        options = Options(name)  # its values pass the checks
+        assert {column: getattr(options, column) for column in COLUMNS} == RECIPES[name]
+        for column, value in line.options.items():
+            assert type(value) is type(TABLE["default"].options[column]), (name, column)
+
+
+def test_a_flag_overrides_a_row_also_with_the_value_of_the_default():
+    config = cli(train_grpo.Config, ["--recipe", "dapo", "--eps-high", "0.2", "--kl-coef", "0.01"])
+    assert (config.eps_high, config.kl_coef) == (0.2, 0.01)
+    assert cli(train_grpo.Config, ["--recipe", "dapo"]).eps_high == 0.28
+    assert train_grpo.Config(**RECIPES["gspo"]).ratio == train_grpo.Config(recipe="gspo").ratio == "sequence"
+    assert dataclasses.asdict(config)["aggregate"] == "token"  # config.json has what was used, not None
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    for options, text in ((dict(recipe="gpso"), "did you mean gspo"), (dict(recipe="qqqq"), "there are default, grpo"),
+                          (dict(recipe="kimi", ratio="token"), "use product"), (dict(eps_low=-1.0), "--eps-low"),
+                          (dict(tau=0.0), "--tau"), (dict(dual_clip=1.1), "--dual-clip")):
+        with pytest.raises(UserError, match=text) as error:
+            Options(**options)
+        assert "\n" not in str(error.value)
+
+
+def test_the_module_prints_the_table():
+    out = subprocess.run([sys.executable, "-m", "minirl.recipes"], cwd=REPO, capture_output=True, text=True, check=True)
+    assert out.stdout == document() and document().count("\n") == len(TABLE) + 2
+
+
+# ---- advantages ----
+
+def test_the_advantages_of_each_paper_by_hand():
+    third = 2 / 3
+    assert advantages("grpo", [1.0, 0, 0, 1]) == [1, -1, -1, 1]
+    assert advantages("grpo", [1.0, 0, 0, 1], std_ddof=1) == pytest.approx([0.866025, -0.866025, -0.866025, 0.866025])
+    assert advantages("dr_grpo", [1.0, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
+    assert advantages("rloo", [1.0, 0, 0, 1]) == pytest.approx([third, -third, -third, third])
+    assert advantages("opo", [1.0, 0], lengths=[1, 3]) == [0.75, -0.25]
+    assert advantages("reinforce_pp", [1.0, 0, 2, 2], [0, 0, 1, 1]) == pytest.approx(
+        [-0.301511, -1.507557, 0.904534, 0.904534], abs=1e-6)
+    assert advantages("reinforce_pp_baseline", [1.0, 0, 2, 2], [0, 0, 1, 1]) == pytest.approx(
+        [1.414214, -1.414214, 0, 0], abs=1e-6)
+    assert advantages("deepswe", [1.0, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_a_constant_group_teaches_nothing_unless_it_is_compared_with_the_batch():
+    for recipe in RECIPES:
+        got = advantages(recipe, [0.7, 0.7, 0.7, 1.0, 0.2, 0.3], [0, 0, 0, 1, 1, 1], dtype=torch.float32)
+        assert (got[:3] == [0, 0, 0]) == (recipe != "reinforce_pp"), recipe
+    assert advantages("reinforce_pp", [1.0, 1.0]) == [0, 0]  # all alike: nothing, and not 0 / 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_offset_of_all_rewards_changes_no_advantage_and_of_a_group_only_where_there_are_none(recipe):
+    rewards, group, lengths = [1.0, 0, 0.5, 0, 0, 1], [0, 0, 0, 1, 1, 1], [1, 2, 3, 4, 3, 2]
+    want = advantages(recipe, rewards, group, lengths=lengths)
+    assert advantages(recipe, [r + 10 for r in rewards], group, lengths=lengths) == pytest.approx(want)
+    if recipe not in ("reinforce_pp", "scalerl"):  # scalerl's std is that of the batch
+        moved = [r + 10 * g for r, g in zip(rewards, group)]
+        assert advantages(recipe, moved, group, lengths=lengths) == pytest.approx(want)
+
+
+def test_trl_divides_by_the_std_of_the_batch_likewise(shared):
+    from safetensors.torch import load_file
+    golden = load_file(shared / "golden" / "advantages.safetensors")
+    weights = json.loads((shared / "golden" / "advantages.json").read_text())["cases"][1]["weights"]
+    rewards = golden["rewards"] @ torch.tensor(weights, dtype=torch.float64)
+    got = group_advantages(rewards, torch.arange(4).repeat_interleave(4), "batch", ddof=1, eps=1e-4)
+    assert_close(got[:, 0], golden["adv.rewards.sum_then_normalize.batch"])
+
+
+def test_whitening_counts_rows_or_tokens():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    got = whiten(torch.tensor([[1.0, 2, 99], [6, -99, 99]]), mask)
+    assert_close(got[mask], (torch.tensor([1.0, 2, 6]) - 3) / (14 / 3) ** 0.5)
+    assert_close(whiten(torch.tensor([[0.0], [2.0]]), mask), torch.tensor([[-1.0], [1.0]]))
+    assert whiten(torch.full((3, 1), 0.1), mask).count_nonzero() == 0
+
+
+def moments_of_a_rank(values):
+    mesh = init_mesh("cpu", dp=2)
+    mine = torch.tensor(values[mesh.dp_rank], dtype=torch.float64)
+    found = [x.item() for x in batch_moments(mine, 0, mesh)]
+    close_mesh()
+    return found
+
+
+@pytest.mark.dist
+def test_the_batch_is_that_of_all_replicas():
+    for found in run_ranks(moments_of_a_rank, 2, ([1.0, 0.0, 5.0], [2.0])):
+        assert found == pytest.approx([2.0, 3.5**0.5])
+
+
+# ---- filters ----
+
+def test_deepswe_compares_with_cut_answers_and_does_not_train_on_them():
+    rollout = rollout_of([1.0, 0, 0, 0], [0] * 4, finished=[True, True, False, True])
+    options = Options("deepswe")
+    rollout = rollout.replace(advantages=make_advantages(rollout, options))
+    kept = leave_out(rollout, options)
+    assert (kept.advantages[:, 0] * kept.action_mask.any(1)).tolist() == pytest.approx([1, -1 / 3, 0, -1 / 3])
+    assert rollout.action_mask.all()  # the rollout itself keeps its mask: metrics count all
+
+
+def test_constant_groups_can_be_left_out_whole():
+    rollout = rollout_of([1.0, 1, 0, 1], [3, 3, 1, 1])
+    assert leave_out(rollout, Options(mask_constant=True)).action_mask.any(1).tolist() == [False, False, True, True]
+    assert leave_out(rollout, Options()).action_mask.all()
+
+
+# ---- the loss of a row ----
+
+def test_the_kl_term_can_be_weighed_by_the_ratio():
+    rollout = rollout_of([1.0, 0], [0, 0], width=1).replace(advantages=torch.zeros(2, 1).double())
+    rollout = rollout.replace(ref_logprobs=torch.full((2, 1), -0.5).double())
+    now = torch.full((2, 1), -0.8).double()
+    k3 = 2.718281828459045**0.3 - 0.3 - 1
+    for ratio, want in ((False, k3), (True, k3 * 2.718281828459045**0.2)):
+        loss, _ = recipe_loss(now, rollout, Options(kl_coef=0.1, kl_ratio=ratio))
+        assert loss[0, 0].item() == pytest.approx(0.1 * want)
+
+
+# ---- every row trains ----
+
+TINY = dict(device="cpu", difficulty=1, eval_problems=8, steps=2, prompts_per_step=8, group_size=4, minibatches=2,
+            cold_start_steps=5, cold_start_accuracy=0.0, eval_every=0)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """A model that has begun to learn to add."""
+    import train_sft
+    folder = tmp_path_factory.mktemp("recipes") / "sft"
+    return train_sft.main(train_sft.Config(
+        run_dir=str(folder), device="cpu", dtype="float64", difficulty=1, eval_problems=8, hidden_size=32, layers=2,
+        steps=30, batch_size=64, lr=1e-2, eval_rows=0, eval_every=0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_row_trains(recipe, start, tmp_path):
+    train_grpo.main(train_grpo.Config(run_dir=str(tmp_path / "run"), init=str(start), recipe=recipe, dtype="float64",
+                                      **TINY))
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert rows[-1]["step"] == 2 and rows[-1]["skipped_steps"] == 0
+    assert any(row.get("grad_norm", 0) > 0 for row in rows)
