@@ -86,7 +86,9 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 def _blocks(probs: Tensor) -> tuple[Tensor, Tensor]:
     """(B, V) -> in blocks (B, blocks, BLOCK), and the sum of each, float64."""
-    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(probs), -1, BLOCK)
+    if extra := -probs.shape[1] % BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, extra))
+    blocks = probs.view(len(probs), -1, BLOCK)
     return blocks, blocks.sum(-1, dtype=torch.float64)
 
 
@@ -302,7 +304,7 @@ class Stops:
         return any(mark in text for mark in self.marks)
 
 
-SLOTS = 16  # a cache grows by so many slots at a time
+SLOTS = 32
 
 
 class Batch:
@@ -325,14 +327,18 @@ class Batch:
 
     def admit(self, rows: list[int], group_size: int) -> None:
         """Take in new rows. One row of each prompt is prefilled; its cache is copied to the others of its group."""
-        first = {row // group_size: row for row in reversed(rows)}  # prompt -> the row that is prefilled
-        place = {prompt: i for i, prompt in enumerate(first)}
+        first: dict[int, int] = {}  # prompt -> the row that is prefilled
+        for row in rows:
+            first.setdefault(row // group_size, row)
         prefilled = torch.tensor(list(first.values()), device=self.device)
         self._reserve(int(self.tapes.lengths[prefilled].max()))
         cache = self._empty_cache(len(first))
         self._feed(cache, prefilled, torch.zeros_like(prefilled))
-        copies = torch.tensor([place[row // group_size] for row in rows], device=self.device)
-        self.cache = self.cache.join(cache.select(copies, self.slots))
+        if len(first) < len(rows):
+            place = {prompt: i for i, prompt in enumerate(first)}
+            copies = torch.tensor([place[row // group_size] for row in rows], device=self.device)
+            cache = cache.select(copies, self.slots)
+        self.cache = self.cache.join(cache) if len(self.rows) else cache
         new = torch.tensor(rows, device=self.device)
         self.rows = torch.cat((self.rows, new))
         self.seen = torch.cat((self.seen, self.tapes.lengths[new] - 1))

@@ -167,7 +167,9 @@ def rotate(x: Tensor, frame: Frame) -> Tensor:
 def write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """Store k and v (B, T, K, E) at their positions in keys and values (B, K, slots, E); returns the slots in sight."""
     if frame.mask is None:  # all rows write the same slot, the last in use
-        keys[:, :, frame.used - 1], values[:, :, frame.used - 1] = k[:, 0], v[:, 0]
+        slot = frame.positions[0]  # (1,)
+        keys.index_copy_(2, slot, k.transpose(1, 2))
+        values.index_copy_(2, slot, v.transpose(1, 2))
     else:
         rows = torch.arange(len(k), device=k.device)[:, None]  # (B, 1), indexes with positions (B, T)
         keys.transpose(1, 2).index_put_((rows, frame.positions), k)
@@ -382,7 +384,8 @@ class Transformer(nn.Module):
                 plain = fused and documents is None and (not window or span <= window)
                 mask = None if plain else row_sight(positions, documents, window, 1 if fused else share, dtype)
                 sights[window] = mask, 0, 0
-        turns = {rotary: rotary(positions, dtype) if rotary else (None, None)
+        alike = cache is not None and first == last  # all tokens at one position: one rotation serves all rows
+        turns = {rotary: rotary(positions[:1] if alike else positions, dtype) if rotary else (None, None)
                  for rotary in {rotary for rotary, _ in self.kinds}}
         positions = positions.expand(tokens.shape)
         frames = {kind: Frame(*turns[kind[0]], positions, *sights[kind[1]]) for kind in {*self.kinds}}
