@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minirl.config import UserError
 from minirl.gae import gae as gae  # with a critic instead of a group: a file of its own
+from minirl.gae import masked_moments
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
@@ -66,42 +67,12 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
         # Rounding over a std of rounding would be 1.
         advantages = advantages / torch.where(constant, 1.0, variance.sqrt()[index] + eps)
     elif scale == "batch":
-        spread = batch_moments(rewards, ddof, mesh)[1]
-        advantages = advantages / torch.where(spread > 0, spread + eps, 1.0)
+        _, variance, rows = masked_moments(rewards, torch.ones_like(rewards, dtype=torch.bool), mesh)
+        spread = (variance * rows / (rows - ddof).clamp(min=1)).sqrt()
+        advantages = advantages / torch.where(spread > 0, spread + eps, 1.0).to(rewards.dtype)
     if baseline != "none":
         advantages = torch.where(constant, 0.0, advantages)  # the float32 mean of equal rewards need not be that reward
     return advantages[:, None]
-
-
-@torch.no_grad()
-def batch_moments(x: Tensor, ddof: int = 0, mesh: Mesh | None = None) -> tuple[Tensor, Tensor]:
-    """(mean, std), scalars in the dtype of x, of all numbers x (N,) of all replicas; 0 and 0 if there are none."""
-    x64 = x.double()
-    sums = torch.stack([x64.sum(), x64.square().sum(), x64.new_tensor(float(len(x)))])
-    if mesh is not None and mesh.dp > 1:
-        from minirl.parallel.collectives import all_reduce  # torch.distributed is not needed on a laptop
-
-        sums = all_reduce(sums, mesh.dp_group)
-    total, square, count = sums
-    mean = total / count.clamp(min=1)
-    variance = (square - count * mean.square()) / (count - ddof).clamp(min=1)
-    # The difference of two large sums: what is left of equal numbers is rounding, and their std is 0.
-    variance = torch.where(variance <= 1e-12 * square / count.clamp(min=1), 0.0, variance)
-    return mean.to(x.dtype), variance.sqrt().to(x.dtype)
-
-
-@torch.no_grad()
-def whiten(advantages: Tensor, mask: Tensor | None = None, ddof: int = 0, eps: float = 0.0,
-           mesh: Mesh | None = None) -> Tensor:
-    """(x - mean) / std over the batch of all replicas: REINFORCE++, arXiv:2501.03262; GDPO, arXiv:2601.05242.
-
-    advantages : (B, 1), where every row counts once, or (B, S), where every token of `mask` (B, S) does. verl whitens
-                 tokens also where a row has one value, so that long rows count for more; we do not
-    returns    : the same shape; numbers that are all equal become 0
-    """
-    counted = advantages[:, 0] if advantages.shape[1] == 1 else advantages[mask]
-    mean, std = batch_moments(counted, ddof, mesh)
-    return (advantages - mean) / (std + eps) if std > 0 else torch.zeros_like(advantages)
 
 
 @torch.no_grad()

@@ -17,10 +17,12 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from minirl.advantages import constant_groups, group_advantages, whiten
+from minirl.advantages import constant_groups, group_advantages
 from minirl.config import UserError, check_not_negative, check_positive
+from minirl.gae import whiten
 from minirl.losses import bounded_expm1, kl_estimate
 from minirl.policy_loss import check_pair, policy_loss
 
@@ -174,7 +176,11 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, mesh: Mesh | None =
     """(B, 1) or (B, S): how much better than expected each answer, or each of its tokens, was."""
     advantages = group_advantages(rollout.rewards, rollout.group, config.advantage_scale, config.std_ddof,
                                   baseline=config.baseline, lengths=rollout.action_mask.sum(1), mesh=mesh)
-    return whiten(advantages, rollout.action_mask, mesh=mesh) if config.whiten else advantages
+    if not config.whiten:
+        return advantages
+    # One number a row counts as one, not once for each token: verl weighs long rows more here.
+    counted = rollout.action_mask if advantages.shape[1] > 1 else torch.ones_like(advantages, dtype=torch.bool)
+    return whiten(advantages, counted, mesh)
 
 
 def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:

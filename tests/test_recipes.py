@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch.testing import assert_close
 
 import train_grpo
-from minirl.advantages import batch_moments, group_advantages, whiten
+from minirl.advantages import group_advantages
 from minirl.config import UserError, cli
 from minirl.metrics import read_metrics
-from minirl.parallel import close_mesh, init_mesh
 from minirl.recipes import (
     COLUMNS,
     RECIPES,
@@ -137,28 +135,6 @@ def test_trl_divides_by_the_std_of_the_batch_likewise(shared):
     rewards = golden["rewards"] @ torch.tensor(weights, dtype=torch.float64)
     got = group_advantages(rewards, torch.arange(4).repeat_interleave(4), "batch", ddof=1, eps=1e-4)
     assert_close(got[:, 0], golden["adv.rewards.sum_then_normalize.batch"])
-
-
-def test_whitening_counts_rows_or_tokens():
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    got = whiten(torch.tensor([[1.0, 2, 99], [6, -99, 99]]), mask)
-    assert_close(got[mask], (torch.tensor([1.0, 2, 6]) - 3) / (14 / 3) ** 0.5)
-    assert_close(whiten(torch.tensor([[0.0], [2.0]]), mask), torch.tensor([[-1.0], [1.0]]))
-    assert whiten(torch.full((3, 1), 0.1), mask).count_nonzero() == 0
-
-
-def moments_of_a_rank(values):
-    mesh = init_mesh("cpu", dp=2)
-    mine = torch.tensor(values[mesh.dp_rank], dtype=torch.float64)
-    found = [x.item() for x in batch_moments(mine, 0, mesh)]
-    close_mesh()
-    return found
-
-
-@pytest.mark.dist
-def test_the_batch_is_that_of_all_replicas():
-    for found in run_ranks(moments_of_a_rank, 2, ([1.0, 0.0, 5.0], [2.0])):
-        assert found == pytest.approx([2.0, 3.5**0.5])
 
 
 # ---- filters ----
