@@ -53,7 +53,7 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
     if baseline == "mean":
         advantages = centred
     elif baseline == "leave-one-out":
-        advantages = centred * (count / (count - 1))[index]
+        advantages = centred * (count.to(rewards.dtype) / (count - 1))[index]
     elif baseline == "length":
         if lengths is None:
             raise UserError('baseline "length" weighs rewards by the lengths of their answers: pass lengths (B,)')
