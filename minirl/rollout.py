@@ -12,6 +12,7 @@ While rows are being written they are `Tapes`: what was forced, and what was cho
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minirl.config import UserError, usual_mode
+from minirl.config import UserError, usual_mode, write_text
 
 if TYPE_CHECKING:
     from minirl.env.base import Step
@@ -93,10 +94,17 @@ class Rollout:
                 yield self.rows((self.sample_ids % count == i).nonzero()[:, 0]) if count > 1 else self
 
     def save(self, file: str | Path) -> None:
-        """Tensors only, as safetensors: what training needs (`--replay`), without the texts."""
+        """The tensors as safetensors: what training needs (`--replay`). Beside them what people want to see.
+
+        FILE.jsonl: one object a row, {"sample": id, "steps": [[observation, reward, info], ...]}, for `minirl.view`.
+        """
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(file))
         usual_mode(file)
+        if self.turns:
+            rows = [{"sample": sample, "steps": [[step.observation, step.reward, step.info] for step in steps]}
+                    for sample, steps in zip(self.sample_ids.tolist(), self.turns, strict=True)]
+            write_text(Path(file).with_suffix(".jsonl"), "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
     @staticmethod
     def load(path: str | Path) -> Rollout:
