@@ -1,7 +1,7 @@
 """What every recipe does on average, without sampling: `python -m minirl.exact`, some seconds in float64.
 
 Curves cannot settle whether an update is biased: noise, Adam and the task are in the way. Here a policy is so small
-that every answer can be listed, and every group of answers. It writes up to two words out of `a`, `b`, and may end before:
+that every answer can be listed, and every group of answers. It writes up to two words, `a` or `b`, and may end before:
 
     .    a.    b.    aa    ab    ba    bb              7 answers, the last four cut at the limit
     7 x 7 x 7 x 7 = 2,401 groups of 4, of which 210 differ by more than the order of their rows
