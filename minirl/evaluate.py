@@ -88,7 +88,9 @@ def sample_text(policy: Transformer, tokenizer: Tokenizer, env: Env, max_new_tok
 
 def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
     """Rewards and lengths of one step's rollout, over all replicas: sums first, so that the split cannot matter."""
-    constant = constant_groups(rollout.rewards, rollout.group)
+    groups = len(rollout.group.unique())
+    grouped = groups < len(rollout)  # with one answer a prompt there is nothing to compare
+    constant = constant_groups(rollout.rewards, rollout.group) if grouped else rollout.rewards.new_zeros(groups)
     rewards, actions = rollout.rewards.double(), rollout.action_mask.sum()
     sums = [rewards.sum(), rewards.square().sum(), constant.sum(), actions, (~rollout.finished).sum(),
             rollout.lengths.sum()]
@@ -100,7 +102,7 @@ def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
     return {
         "reward_mean": mean,
         "reward_std": max(0.0, square / rows - mean**2) ** 0.5,
-        "zero_variance_groups": flat / groups,
+        **({"zero_variance_groups": flat / groups} if grouped else {}),
         "response_length": actions / rows,
         "truncated": cut / rows,
         "tokens": int(tokens),
@@ -120,13 +122,25 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     metrics = {
         "loss": mean("loss", len(updates)),
         "approx_kl": mean("approx_kl", tokens),
+        "old_approx_kl": mean("old_approx_kl", tokens),
         "clip_frac": mean("clip_frac", tokens),
         "entropy": mean("entropy", tokens),
         "grad_norm": mean("grad_norm", len(updates)),
         "ratio_max_deviation": updates[0]["max_ratio_deviation"],  # of the first pass: later the policy has moved
     }
+    if "policy_loss" in updates[0]:  # the surrogate alone, where the loss has more terms
+        metrics["policy_loss"] = mean("policy_loss", tokens)
     if "kl_ref" in updates[0]:
         metrics["kl_ref"] = mean("kl_ref", passes)  # nats a response
+    return metrics
+
+
+def critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The same of the critic's updates, from the stats of `value_stats`; of a network of its own, the gradient too."""
+    tokens = max(1, sum(update["value_tokens"] for update in updates))
+    metrics = {name: sum(update[name] for update in updates) / tokens for name in ("value_loss", "value_clip_frac")}
+    if "tokens" not in updates[0]:
+        metrics["critic_grad_norm"] = sum(update["grad_norm"] for update in updates) / len(updates)
     return metrics
 
 

@@ -120,6 +120,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, mesh: Mesh
     return 1 - error / spread if spread > 0 else float("nan")
 
 
+def replica_mean(x: Tensor, mesh: Mesh | None = None) -> float:
+    """The mean of x (B,) over the rows of all replicas."""
+    return float(masked_moments(x, torch.ones_like(x, dtype=torch.bool), mesh)[0])
+
+
 def masked_moments(x: Tensor, mask: Tensor, mesh: Mesh | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance (divided by n) and n of the True entries of all replicas: scalars in float64.
 

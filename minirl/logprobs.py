@@ -58,7 +58,9 @@ def output_here(model: Transformer, tokens: Tensor, temperature: float, document
     if model.has_head:
         return head_output(model, hidden, targets, temperature, entropy)
     zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return Output(None, None, zeros) if model.config.num_labels else Output(zeros, zeros if entropy else None)
+    if model.config.num_labels:
+        return Output(None, None, zeros)
+    return Output(zeros, zeros if entropy else None, None if model.value_head is None else zeros)
 
 
 def shift(tokens: Tensor, documents: Tensor | None = None,
@@ -85,12 +87,13 @@ def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature
     """What the head makes of hidden states (B, S, D): log-probs of targets (B, S) and their entropy, or scores."""
     if model.config.num_labels:
         return Output(None, None, model.scores(hidden))
+    values = None if model.value_head is None else model.value_head(hidden)
     shard = {}
     if (vocab := model.vocab) is not None:  # some of the words are here, and so is a part of the gradient of hidden
         hidden, shard = vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping, **shard)
-    return Output(*result) if entropy else Output(result)
+    return Output(*result, values) if entropy else Output(result, None, values)
 
 
 @torch.no_grad()
@@ -102,17 +105,18 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     """
-    return _of_rollout(model, rollout, microbatch_size, temperature, mesh)
+    return _of_rollout("logprobs", model, rollout, microbatch_size, temperature, mesh)
 
 
 @torch.no_grad()
 def rollout_values(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
     """The scores of a reward model or critic, likewise: (B, S); column s has read tokens[:, : s + 1]."""
-    return _of_rollout(model, rollout, microbatch_size, 1.0, mesh)
+    return _of_rollout("values", model, rollout, microbatch_size, 1.0, mesh)
 
 
-def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float,
+def _of_rollout(what: str, model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float,
                 mesh: Mesh | None) -> Tensor:
+    """One of the tensors of an Output."""
     from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
     from minirl.parallel.zero import gathered
 
@@ -121,8 +125,7 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            out = output_here(model, part.tokens, temperature, part.documents, cp_group=cp_group)
-            piece = out.values if model.config.num_labels else out.logprobs
+            piece = getattr(output_here(model, part.tokens, temperature, part.documents, cp_group=cp_group), what)
             piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
             result = piece.new_zeros(rollout.action_mask.shape) if result is None else result
             result[index, : piece.shape[1]] = piece

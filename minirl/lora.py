@@ -342,7 +342,8 @@ def save_adapter(model: Transformer, folder: str | Path, tokenizer: Tokenizer | 
             return
     values = {PEFT_NAMES[name]: None if value in ((), "") else value
               for name, value in asdict(plain.lora_config).items()}
-    values |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    values |= {"peft_type": "LORA", "task_type": "SEQ_CLS" if plain.config.num_labels else "CAUSAL_LM", "bias": "none",
+               "inference_mode": True}
     embedding = tensors.get(f"{PREFIX}{EMBEDDING}.weight")
     values["ensure_weight_tying"] = plain.config.tie_word_embeddings and embedding is not None
     if values["ensure_weight_tying"]:

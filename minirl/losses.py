@@ -80,6 +80,28 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return error / 2
 
 
+@torch.no_grad()
+def value_stats(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float) -> dict[str, Tensor]:
+    """What to log about an update of the critic: scalars, sums over the action tokens, as in `policy_stats`.
+
+    value_loss        of `value_loss`, with its 1/2
+    value_clip_frac   tokens whose value has moved further than clip from the one at sampling time
+    value_tokens      how many
+    """
+    moved = (values - old_values).abs() > clip if clip > 0 else torch.zeros_like(mask)
+    return {"value_loss": row_sum(value_loss(values, old_values, returns, clip), mask).sum(),
+            "value_clip_frac": row_sum(moved.float(), mask).sum(), "value_tokens": mask.sum()}
+
+
+def right_tokens(mask: Tensor, rewards: Tensor) -> Tensor:
+    """(B, S) bool: the action tokens of answers with full reward (1 or more), for the likelihood of what was right.
+
+    VAPO adds mu times their mean negative log-prob to the loss: arXiv:2504.05118 sec. 4.3. (0.1
+    there: a right answer is rare at first, and imitating it uses it better.)
+    """
+    return mask & (rewards >= 1)[:, None]
+
+
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """KL(policy || reference) from the sampled token of each position: (B, S) nats, unreduced and unmasked.
 
@@ -224,6 +246,7 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
 
     tokens, rows         how many
     approx_kl            KL(old || now) in nats, by k3: how far the updates on this rollout have gone
+    old_approx_kl        the same by k1, noisier
     clip_frac            tokens whose gradient the clip takes away: A > 0 and ratio > 1 + eps_high, or
                          A < 0 and ratio < 1 - eps_low; or those of `clipped` (B, S), where another bound is in use
     kl_ref               KL(policy || reference) in nats, by k3; only with ref_logprobs
@@ -234,7 +257,8 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
     excess = bounded_expm1(logprobs - old_logprobs)  # ratio - 1
     binds = ((advantages > 0) & (excess > eps_high)) | ((advantages < 0) & (excess < -eps_low))
     binds = binds if clipped is None else clipped
-    per_token = {"approx_kl": kl_estimate(old_logprobs, logprobs, "k3"), "clip_frac": binds.float()}
+    per_token = {"approx_kl": kl_estimate(old_logprobs, logprobs, "k3"), "old_approx_kl": old_logprobs - logprobs,
+                 "clip_frac": binds.float()}
     if ref_logprobs is not None:
         per_token["kl_ref"] = kl_estimate(logprobs, ref_logprobs, "k3")
     if entropy is not None:

@@ -272,6 +272,7 @@ class Transformer(nn.Module):
         self.kinds = layer_kinds(config)
         self.repeats = config.num_attention_heads // config.num_key_value_heads  # query heads that share a key head
         self.vocab = None  # under tensor parallelism: which words are here, and how to ask for the others
+        self.value_head: nn.Module | None = None  # a critic that shares these layers: `critic.ValueHead`
         self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
         self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers

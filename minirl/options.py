@@ -81,7 +81,10 @@ def prepare(policy: Transformer, config, mesh: Mesh, base: str | Path | None) ->
     """
     if config.lora_rank and base is not None:
         add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
-                 base_model=str(Path(base).absolute()), generator=torch.Generator().manual_seed(config.seed))
+                 base_model=str(Path(base).absolute()), generator=torch.Generator().manual_seed(config.seed),
+                 modules_to_save=["score"] if policy.config.num_labels else [])
+        if policy.value_head is not None:
+            policy.value_head.requires_grad_(True)  # new as the adapters are
     policy.gradient_checkpointing = config.gradient_checkpointing
     return spread(policy, config, mesh, config.zero)
 

@@ -23,6 +23,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
+import torch
 from torch import Tensor
 
 from minirl.config import UserError
@@ -92,3 +93,12 @@ def overlong_penalty(lengths: Tensor, limit: int, cache: int) -> Tensor:
     if not 0 < cache <= limit:
         raise UserError(f"overlong cache {cache} is not in 1 .. {limit}, the length limit")
     return ((limit - cache - lengths) / cache).clamp(-1.0, 0.0)
+
+
+def missing_eos_penalty(rewards: Tensor, finished: Tensor, penalty: float) -> Tensor:
+    """rewards (B,) less `penalty` where an answer was cut before it ended by itself, `finished` (B,) bool False.
+
+    Which tokens end an answer is the sampler's business (`tokenizer.stop_ids`, an environment's stop strings): a second
+    look for one particular id would find it in the prompt, or miss another that ended the answer.
+    """
+    return torch.where(finished, rewards, rewards - penalty)

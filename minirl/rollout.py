@@ -44,6 +44,8 @@ class Rollout:
     rewards: Tensor | None = None  # (B,) from the environment, never overwritten
     advantages: Tensor | None = None  # (B, 1) or (B, S)
     ref_logprobs: Tensor | None = None  # (B, S) nats
+    values: Tensor | None = None  # (B, S) from the critic, at sampling time
+    returns: Tensor | None = None  # (B, S) what the critic should have said
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to
     row_tokens: Tensor | None = None  # (B,) int64: action tokens of the whole row, where there are only some columns

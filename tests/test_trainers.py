@@ -24,6 +24,7 @@ import minirl.evaluate
 import minirl.options
 import minirl.plan
 import train_grpo
+import train_ppo
 import train_sft
 from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model
 from minirl.config import cli, field_comments, run
@@ -33,7 +34,7 @@ from minirl.tokenizer import load_tokenizer
 
 dist = pytest.mark.dist
 REPO = Path(__file__).resolve().parents[1]
-TRAINERS = {"train_sft": train_sft, "train_grpo": train_grpo}
+TRAINERS = {"train_sft": train_sft, "train_grpo": train_grpo, "train_ppo": train_ppo}
 SFT_CONFIG = train_sft.Config
 TINY = dict(device="cpu", difficulty=1, eval_problems=8)
 SFT = TINY | dict(hidden_size=32, layers=2, steps=60, batch_size=64, microbatch_size=32, lr=1e-2, warmup_steps=5,

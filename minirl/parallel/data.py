@@ -237,7 +237,7 @@ def in_step(microbatches: list[Rollout], loss_fn: LossFn, mesh: Mesh) -> tuple[l
     def loss_or_nothing(out: Output, microbatch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         if microbatch.lengths is not idle.lengths:
             return loss_fn(out, microbatch)
-        return (out.logprobs if out.values is None else out.values).sum() * 0, {}
+        return sum(x.sum() * 0 for x in (out.logprobs, out.values) if x is not None), {}
 
     return microbatches + [idle] * (int(most) - len(microbatches)), loss_or_nothing
 

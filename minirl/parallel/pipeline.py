@@ -101,8 +101,8 @@ def split_stages(model: Transformer, mesh: Mesh, chunks: int = 1, kind: Kind = "
         model.layers[layer] = Elsewhere()
     first, last, tied = mesh.pp_rank == 0, model.pipeline.is_last, model.tied
     for name, kept in (("embed_tokens", first or (last and tied)), ("embed_positions", first), ("norm", last),
-                       ("lm_head", last), ("score", last)):
-        if hasattr(model, name) and not kept:
+                       ("lm_head", last), ("score", last), ("value_head", last)):
+        if getattr(model, name, None) is not None and not kept:
             setattr(model, name, Elsewhere())
     gather_objects(None, mesh.pp_group)  # NCCL wants a group's first call to be one that all its ranks take part in
     return model

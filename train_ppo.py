@@ -1,0 +1,327 @@
+"""PPO: a critic says what an answer was expected to earn, token by token (arXiv:1707.06347, 2203.02155).
+
+    1. the policy answers every prompt
+    2. an answer is scored, by the task's verifier or a reward model, and pays for its distance from the reference
+    3. the critic has a value for every state on the way; GAE makes advantages of values and rewards
+    4. raise the probability of tokens that went better than expected, clipped where the policy has moved too far
+    5. teach the critic what was earned
+
+Left out of the papers: several environments stepped in parallel, the pretraining mix of InstructGPT, a learning rate
+that follows the KL.
+
+    torchrun train_ppo.py                                          two-digit addition from nothing, minutes on a laptop
+    torchrun train_ppo.py --advantage reinforce                    without a critic; or --advantage baseline
+    torchrun train_ppo.py --vapo                                   VAPO, arXiv:2504.05118
+    torchrun train_ppo.py --critic joint                           one network with two heads
+    torchrun train_ppo.py --init FOLDER --reward-model FOLDER --kl-coef 0.05
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+import train_sft
+from minirl.checkpoint import (
+    check_tokenizer,
+    load_checkpoint,
+    open_run,
+    restore_rng,
+    rng_tensors,
+    save_checkpoint,
+)
+from minirl.config import UserError, check_not_negative, check_positive, run, save_config
+from minirl.critic import add_value_head, open_critic, save_actor_critic, state_values
+from minirl.env import make_env
+from minirl.env.loop import collect, fit_to_context
+from minirl.evaluate import critic_metrics, evaluate, rollout_metrics, sample_text, update_metrics
+from minirl.gae import (
+    explained_variance,
+    gae,
+    length_adaptive_lambda,
+    replica_mean,
+    reward_to_go,
+    token_rewards,
+    whiten,
+)
+from minirl.kl_control import next_kl_coef
+from minirl.logprobs import rollout_logprobs
+from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
+from minirl.losses import kl_estimate, loss_total, prompt_tokens, right_tokens, row_sum
+from minirl.metrics import MetricsLogger
+from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
+from minirl.options import (
+    AdapterOptions,
+    LayoutOptions,
+    RunOptions,
+    check_shared,
+    make_mesh,
+    open_reference,
+    prepare,
+    spread,
+)
+from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
+from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss
+from minirl.reward_model import load_reward_model, score_rows
+from minirl.rewards import missing_eos_penalty
+from minirl.rollout import Rollout
+from minirl.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Config(PPOOptions, LayoutOptions, AdapterOptions, RunOptions):
+    # run
+    run_dir: str = "runs/ppo"  # folder of config.json, metrics.jsonl, the checkpoints and those of the critic
+    save_rollouts: bool = False  # write every rollout to run_dir/rollouts
+    replay: str = ""  # train on this saved rollout instead of sampling
+    # model
+    init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
+    cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
+    # task
+    task: str = "addition"  # addition, calculator or gsm8k
+    data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
+    eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
+    drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
+    difficulty: int = 2  # digits of an operand
+    # rollout
+    max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
+    temperature: float = 1.0  # of sampling, and of every log-probability in training
+    max_rows: int = 4096  # rows decoded at once
+    # optimisation
+    steps: int = 300  # rollouts
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 4  # optimizer updates a pass
+    microbatch_size: int = 512  # rows a forward pass
+    lr: float = 1e-3  # peak learning rate
+    warmup_steps: int = 10  # rollouts of linear warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
+    # evaluation
+    eval_every: int = 20  # steps between evaluations; 0: only before and after
+    eval_problems: int = 500  # held-out problems, answered greedily
+
+    def __post_init__(self):
+        fill_in(self)
+        check_shared(self)
+        check_positive(self, "temperature", "steps", "epochs", "minibatches", "microbatch_size", "max_rows", "lr",
+                       "eval_problems", "cold_start_steps")
+        check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
+        if self.prompts_per_step * self.group_size % self.minibatches:
+            raise UserError(f"--minibatches {self.minibatches} does not divide the {self.prompts_per_step} x "
+                            f"{self.group_size} rows of a rollout")
+
+
+def main(config: Config) -> None:
+    # ---- setup
+    mesh = make_mesh(config)
+    dtype = pick_dtype(config.dtype, mesh.device)
+    share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
+    stop = StopSignal()
+
+    # ---- task
+    env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
+    max_new_tokens = config.max_new_tokens or env.max_new_tokens
+    replayed = share_of(Rollout.load(config.replay), mesh).to(mesh.device) if config.replay else None
+
+    # ---- policy, critic, reward model and frozen reference
+    start_folder, critic_dir = open_run(config, mesh), Path(config.run_dir) / "critic"
+    init = start_folder or config.init or cold_start(config, mesh.is_main)
+    if init is None:
+        return  # stopped during the cold start, which --resume goes on with
+    tokenizer = load_tokenizer(tokenizer_folder(init))
+    policy = open_policy(init, dtype, mesh.device, config.qlora)
+    check_tokenizer(tokenizer, policy.config.vocab_size)
+    has_critic = config.advantage == "gae"
+    own_critic = has_critic and config.critic == "own"
+    if has_critic and not own_critic:
+        add_value_head(policy, config.critic == "detached", start_folder)
+    policy = prepare(policy, config, mesh, None if start_folder else init)
+    env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
+    reward_model = None
+    if config.reward_model:
+        reward_model = load_reward_model(config.reward_model, tokenizer, dtype, mesh.device).requires_grad_(False)
+        reward_model = spread(reward_model, config, mesh, 3 if config.zero == 3 else 0)
+    critic = policy
+    if own_critic:
+        critic = open_critic(config, start_folder and critic_dir / start_folder.name, init, tokenizer, dtype, mesh)
+    if mesh.is_main:
+        save_config(config, config.run_dir)
+
+    # ---- optimizers
+    optimizer, guard = adamw(policy, config.lr, weight_decay=config.weight_decay), SkipCounter()
+    critic_optimizer, critic_guard, kl_coef = None, SkipCounter(), config.kl_coef
+    if own_critic:
+        critic_optimizer = adamw(critic, config.critic_lr, weight_decay=config.weight_decay)
+
+    def save(step: int) -> None:
+        """The critic first, and one more of it: whatever the policy's newest checkpoint is, its critic is there."""
+        if own_critic:
+            state = {"step": step, "skipped": critic_guard.skipped, "skipped_in_a_row": critic_guard.in_a_row}
+            save_checkpoint(critic_dir, step, critic, tokenizer, critic_optimizer.state_tensors() if step else {},
+                            state, config.keep + 1, 0, save_policy, mesh)
+        tensors = optimizer.state_tensors() | rng_tensors() if step else {}
+        state = {"step": step, "kl_coef": kl_coef, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+        save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, 0,
+                        save_actor_critic if policy.value_head else save_policy, mesh)
+
+    if start_folder is None:  # step_0 is kept for good: it is the reference of a resumed run
+        save(0)
+    ref_policy = None
+    if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
+        ref_policy = open_reference(Path(config.run_dir) / "step_0", dtype, config, mesh)
+
+    # ---- resume
+    start = 0
+    torch.manual_seed(config.seed)  # forget what the cold start drew: a run resumed at step_0 has not drawn it
+    if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
+        tensors, state = load_checkpoint(start_folder, policy, mesh)
+        optimizer.load_state_tensors(restore_rng(tensors))
+        start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
+        kl_coef = state["kl_coef"]
+        if own_critic:
+            tensors, state = load_checkpoint(critic_dir / start_folder.name, critic, mesh)
+            critic_optimizer.load_state_tensors(tensors)
+            critic_guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
+    columns = ["reward_mean", "score_mean"] if config.reward_model else ["reward_mean"]
+    columns += ["explained_variance", "value_loss"] if has_critic else []
+    columns += ["approx_kl", "clip_frac", "kl_ref", "entropy", "response_length", "grad_norm", "eval/accuracy"]
+    logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
+    if start == 0:
+        text = sample_text(policy, tokenizer, env, max_new_tokens)
+        if mesh.is_main:
+            print("before:", text)
+        logger.log(0, evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows))
+
+    def update(model, optimizer, guard, loss_fn, minibatch, lr) -> dict[str, float]:
+        """One step of an optimizer, and its stats."""
+        stats = forward_backward(model, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
+                                 config.temperature, entropy=model is policy)
+        grad_norm = clip_gradients(model.parameters(), config.max_grad_norm, mesh)
+        guard.step(optimizer, grad_norm, lr, stats["loss"])
+        optimizer.zero_grad()
+        return stats | {"grad_norm": float(grad_norm)}
+
+    # ---- loop
+    for step in range(start + 1, config.steps + 1):
+        began = perf_counter()
+        pretraining = step <= config.value_pretraining
+
+        # (1) rollout: every prompt is answered group_size times
+        if replayed is not None:
+            rollout = replayed
+        else:
+            first = (step - 1) * config.prompts_per_step + share.start
+            examples = env.sample(len(share), start=first)
+            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
+                              max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
+        if config.save_rollouts and mesh.leads_replica:
+            rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
+        sampled, mask = perf_counter(), rollout.action_mask
+
+        # (2) rewards of tokens: the answer's score on the last, and on each what it costs to leave the reference
+        scores, kl = rollout.rewards, None
+        if reward_model is not None:
+            scores = score_rows(reward_model, rollout, config.microbatch_size, mesh)
+        paid = missing_eos_penalty(scores, rollout.finished, config.missing_eos_penalty)
+        if config.kl_coef > 0:
+            with nullcontext(ref_policy) if ref_policy else adapters_off(policy) as reference:
+                ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
+            rollout = rollout.replace(ref_logprobs=ref_logprobs)
+            kl = kl_estimate(rollout.old_logprobs, ref_logprobs, config.kl_kind)
+        earned = token_rewards(paid, mask, kl if config.kl == "reward" else None, kl_coef)
+        if config.whiten_rewards:
+            earned = whiten(earned, mask, mesh, shift_mean=False)
+
+        # (3) advantages: what was earned from a token on, compared with what the critic expected there
+        if has_critic:
+            values, bootstrap = state_values(critic, rollout, config.microbatch_size, mesh)
+            bootstrap = bootstrap if config.bootstrap_cut else None
+            lam = length_adaptive_lambda(mask.sum(1), config.lam_alpha) if config.lam_alpha else config.lam
+            value_lam = 1.0 if pretraining else config.value_lam
+            advantages, _ = gae(earned, values, mask, config.gamma, lam, bootstrap)
+            _, returns = gae(earned, values, mask, config.gamma, value_lam, bootstrap)
+            rollout = rollout.replace(values=values, returns=returns)
+        else:
+            advantages = reward_to_go(earned, mask, config.gamma)
+        if config.whiten:
+            advantages = whiten(advantages, mask, mesh, shift_mean=config.advantage != "reinforce")
+        rollout = rollout.replace(advantages=advantages)
+
+        # (4) updates of critic and policy
+        updates, critic_updates = [], []
+        lr, critic_lr = (lr_at(step - 1, config.steps, peak, config.warmup_steps, config.schedule)
+                         for peak in (config.lr, config.critic_lr))
+        for minibatch in rollout.minibatches(config.minibatches, config.epochs):
+            mode, mask = config.aggregate, minibatch.action_mask
+            minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
+            total = loss_total(mode, mask, mesh, minibatch.group, max_new_tokens)
+            if own_critic:
+                loss_fn = partial(critic_loss, config=config, total=total)
+                critic_updates.append(update(critic, critic_optimizer, critic_guard, loss_fn, minibatch, critic_lr))
+            if not pretraining:
+                right = loss_total("token", right_tokens(mask, minibatch.rewards), mesh)
+                loss_fn = partial(policy_loss, config=config, kl_coef=kl_coef, total=total, right_total=right)
+                updates.append(update(policy, optimizer, guard, loss_fn, minibatch, lr))
+                if config.target_kl and updates[-1]["approx_kl"] / updates[-1]["tokens"] > config.target_kl:
+                    break
+
+        # (5) evaluate, log, save
+        seconds = perf_counter() - began
+        metrics = rollout_metrics(rollout, mesh) | {
+            "lr": lr,
+            "updates": len(updates),
+            "skipped_steps": guard.skipped + critic_guard.skipped,
+            "time/rollout": sampled - began,
+            "time/update": seconds - (sampled - began),
+        }
+        if updates:
+            metrics |= update_metrics(updates)
+        if has_critic:
+            metrics |= critic_metrics(critic_updates or updates)
+            metrics["explained_variance"] = explained_variance(values, returns, rollout.action_mask, mesh)
+        if reward_model is not None:
+            metrics["score_mean"] = replica_mean(scores, mesh)
+        if kl is not None:
+            metrics["kl_coef"] = kl_coef
+            distance = replica_mean(row_sum(kl, rollout.action_mask), mesh)  # nats a response
+            kl_coef = next_kl_coef(config.kl_control, kl_coef, distance, config.kl_target)
+        metrics["time/tokens_per_second"] = metrics["tokens"] / seconds
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows)
+        stopping = stop.requested(mesh)
+        logger.log(step, metrics)
+        if stopping or step == config.steps or step % config.save_every == 0:
+            save(step)
+        if stopping:
+            break
+
+    stop.close()
+    text = sample_text(policy, tokenizer, env, max_new_tokens)
+    if mesh.is_main:
+        print("after:", text)
+
+
+def cold_start(config: Config, is_main: bool) -> Path | None:
+    """A policy that succeeds now and then, for PPO too can only make likelier what is sampled.
+
+    A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
+    """
+    folder = Path(config.run_dir) / "cold_start"
+    if is_main:
+        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
+    same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems",
+            "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
+    return train_sft.main(train_sft.Config(
+        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
+        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
+
+
+if __name__ == "__main__":
+    run(main, Config, description=__doc__)
+    close_mesh()
