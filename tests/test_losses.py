@@ -365,12 +365,13 @@ def test_statistics_are_sums_over_action_tokens_by_hand():
         "tokens": 6,
         "rows": 2,
         "approx_kl": sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.5, 0.5, 1.25)),
+        "old_approx_kl": -sum(math.log(r) for r in (1.5, 0.5, 1.5, 0.5, 1.25)),
         "clip_frac": 2,  # 1.5 with A > 0, 0.5 with A < 0; the other two moved the wrong way
         "kl_ref": 2 * (2 - 1 - math.log(2)),
         "entropy": 1.5,
         "max_ratio_deviation": 0.5})
     assert set(policy_stats(ratio.log(), zeros, None, None, advantages, mask, 0.2, 0.28)) == {
-        "tokens", "rows", "approx_kl", "clip_frac", "max_ratio_deviation"}
+        "tokens", "rows", "approx_kl", "old_approx_kl", "clip_frac", "max_ratio_deviation"}
 
 
 def test_statistics_of_microbatches_add_up_and_a_masked_row_changes_no_mean():
