@@ -249,7 +249,7 @@ def test_the_shop_is_judged_by_its_stock_and_not_by_words():
 
 
 def test_the_expert_of_every_task_makes_errors_and_recovers():
-    for name, sign in (("lookup", None), ("shop", "error"), ("countdown", None)):
+    for name, sign in (("lookup", None), ("shop", "error"), ("countdown", None), ("code", "error")):
         task, recovered, failed = make_env(name), 0, 0
         for example in task.sample(400):
             episode, seen, step = task.reset(example), [], None
@@ -258,9 +258,9 @@ def test_the_expert_of_every_task_makes_errors_and_recovers():
                 seen.append(step.observation)
             slipped = any(sign in text for text in seen) if sign else len(seen) > 3
             recovered += slipped and step.reward == 1.0
-            failed += step.reward == 0.0
+            failed += step.reward < 1.0
         assert recovered > 8, name
-        assert 100 < failed < 300, f"{name}: there is nothing left to learn, or nothing to begin with"
+        assert 80 < failed < 300, f"{name}: there is nothing left to learn, or nothing to begin with"
 
 
 @pytest.mark.parametrize("expression, result", [
@@ -276,7 +276,7 @@ def test_countdown_takes_each_number_once(expression, result):
     assert (got == result) if result or got is None else got != "16"
 
 
-@pytest.mark.parametrize("name", ["lookup", "shop", "countdown"])
+@pytest.mark.parametrize("name", ["lookup", "shop", "countdown", "code"])
 @pytest.mark.parametrize("difficulty", [1, 2, 3])
 def test_every_difficulty_has_problems_that_its_own_budget_can_hold(name, difficulty):
     task = make_env(name, difficulty=difficulty)
@@ -290,10 +290,11 @@ def test_every_difficulty_has_problems_that_its_own_budget_can_hold(name, diffic
 def test_random_actions_end_every_episode_without_an_exception():
     rng = Random(0)
     pieces = ["<find>", "</find>", "<get>", "</get>", "<put>", "</put>", "<try>", "</try>", "\n", "axe 3", "ann's boss",
-              "1+2*3", "9**9**9", "(" * 300, "\x00", "é😀", "<tool_call>", "{", "\\", " "]
-    for name in ("lookup", "shop", "countdown"):
+              "1+2*3", "9**9**9", "(" * 300, "\x00", "é😀", "<tool_call>", "{", "\\", " ",
+              "<test>", "</test>", "def f(x): return x"]
+    for name, count in (("lookup", 150), ("shop", 150), ("countdown", 150), ("code", 10)):
         task = make_env(name)
-        for example in task.sample(150):
+        for example in task.sample(count):
             episode, step, turns = task.reset(example), None, 0
             while step is None or not step.done:
                 step, turns = episode.step("".join(rng.choices(pieces, k=rng.randint(0, 8)))), turns + 1

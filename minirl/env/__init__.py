@@ -9,10 +9,12 @@ from minirl.env.calculator import Calculator, CalculatorError, calculate
 from minirl.env.countdown import countdown
 from minirl.env.gsm8k import GSM8K
 from minirl.env.lookup import lookup
+from minirl.env.programs import code
 from minirl.env.shop import shop
 
-TASKS = ("addition", "calculator", "countdown", "gsm8k", "lookup", "shop")
-MADE = {"addition": Addition, "calculator": Calculator, "countdown": countdown, "lookup": lookup, "shop": shop}
+MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown": countdown, "lookup": lookup,
+        "shop": shop}  # make their own problems
+TASKS = (*sorted([*MADE, "gsm8k"]),)
 
 __all__ = [
     "GSM8K",

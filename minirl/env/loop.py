@@ -128,10 +128,9 @@ def demonstrate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example], fir
         if not example.solution:
             raise UserError(f"task {env.name} has no solution to imitate for {example.prompt!r}")
         episode = env.reset(example)
-        for action in example.solution:
-            step = episode.step(action)
+        for action in example.solution[:-1]:
             tapes.extend(row, tokenizer.encode(action, continued=True), chosen=True)
-            if not step.done:
-                tapes.extend(row, tokenizer.encode(step.observation, continued=True), chosen=False)
-        tapes.extend(row, [tokenizer.eos_id], chosen=True)
+            tapes.extend(row, tokenizer.encode(episode.step(action).observation, continued=True), chosen=False)
+        # The last action is not judged: nobody pays an expert, and running its program would take time.
+        tapes.extend(row, [*tokenizer.encode(example.solution[-1], continued=True), tokenizer.eos_id], chosen=True)
     return tapes.rollout(first, 1).replace(old_logprobs=None, finished=None)
