@@ -29,7 +29,8 @@ from minirl.checkpoint import read_model_config
 from minirl.config import UserError, check_not_negative, check_positive, run
 from minirl.lora import add_lora
 from minirl.model import Block, ModelConfig, Transformer
-from minirl.parallel import context, pipeline, tensor, zero
+from minirl.parallel import pipeline, zero
+from minirl.parallel.layout import parallelize
 from minirl.parallel.mesh import Group, Mesh
 from minirl.parallel.placement import placement
 from minirl.parallel.schedule import Kind, gantt, schedule, simulate
@@ -155,34 +156,15 @@ def mesh_at(layout: Layout, stage: int = 0) -> Mesh:
 def local_model(config: ModelConfig, layout: Layout, stage: int = 0) -> Transformer:
     """What the first rank of a stage would hold, on the meta device. No rank of that stage holds more.
 
-    The order is that of `parallel.layout.parallelize`. UserError: what does not divide, or does not go together.
+    UserError: what does not divide, or does not go together.
     """
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(getattr(torch, layout.dtype))
     if layout.lora_rank:
         add_lora(model, layout.lora_rank, generator=torch.Generator())
-    mesh = mesh_at(layout, stage)
-    keep_stage(model, mesh, layout)
-    tensor.shard(model, mesh, layout.sp)
-    context.attach(model, mesh, layout.context)
-    return zero.shard(model, mesh, layout.zero)
-
-
-def keep_stage(model: Transformer, mesh: Mesh, layout: Layout) -> None:
-    """`pipeline.split_stages`, which ends with a collective, without it."""
-    if mesh.pp == 1:
-        return
-    slices = pipeline.stage_layers(model.config, mesh.pp, layout.chunks)
-    model.pipeline = pipeline.Pipeline(mesh.pp_group, slices, layout.schedule, layout.chunks, 1)
-    here = {layer for number in model.pipeline.mine for layer in slices[number]}
-    first, last = mesh.pp_rank == 0, model.pipeline.is_last
-    for layer in {*range(len(model.layers))} - here:
-        model.layers[layer] = pipeline.Elsewhere()
-    for name, kept in (("embed_tokens", first or (last and model.config.tie_word_embeddings)),
-                       ("embed_positions", first), ("norm", last), ("lm_head", last)):
-        if hasattr(model, name) and not kept:
-            setattr(model, name, pipeline.Elsewhere())
+    return parallelize(model, mesh_at(layout, stage), sequence=layout.sp, zero_stage=layout.zero,
+                       schedule=layout.schedule, chunks=layout.chunks, context_kind=layout.context)
 
 
 class Held(NamedTuple):

@@ -6,7 +6,6 @@
     only log-probs of some words wrong      the first word of a shard
 """
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
@@ -21,6 +20,7 @@ from minirl.checkpoint import load_model
 from minirl.config import UserError
 from minirl.generate import generate, sample
 from minirl.logprobs import token_logprobs
+from minirl.lora import adapters_off, add_lora, merge_lora, quantize_base
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW
 from minirl.parallel import Mesh, forward_backward, init_mesh
@@ -250,8 +250,6 @@ def with_others(mesh: Mesh) -> None:
 
 def adapted(mesh: Mesh, sequence: bool) -> None:
     """LoRA on every linear layer of a block, norms, embedding and head trained as copies."""
-    from minirl.lora import adapters_off, add_lora
-
     config = MODELS["biases"]
     models = []
     for where in (None, mesh):
@@ -296,8 +294,7 @@ def everything(names: list[str], folder) -> None:
     for tp, sequence, name, options in DRAWN:
         draws(meshes[tp], sequence, name, options)
     for tp, sequence in LAYOUTS:
-        if importlib.util.find_spec("minirl.lora"):
-            adapted(meshes[tp], sequence)
+        adapted(meshes[tp], sequence)
     if folder.is_dir():
         real(meshes[4], folder)
 
@@ -334,12 +331,11 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(config, size, 
 
 
 def test_quantised_weights_and_dropout_are_refused():
-    lora = pytest.importorskip("minirl.lora")
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj \(NF4Linear\) holds quantised or merged weights"):
-        shard(lora.quantize_base(build(LLAMA)), of_size(2))
+        shard(quantize_base(build(LLAMA)), of_size(2))
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj has dropout 0.1"):
-        shard(lora.add_lora(build(LLAMA), dropout=0.1), of_size(2))
-    merged = lora.merge_lora(lora.add_lora(build(LLAMA)))
+        shard(add_lora(build(LLAMA), dropout=0.1), of_size(2))
+    merged = merge_lora(add_lora(build(LLAMA)))
     with pytest.raises(UserError, match=r"\(LoRALinear\) holds quantised or merged weights, .* unmerge the adapter"):
         shard(merged, of_size(2))
 

@@ -31,6 +31,9 @@ from torch import Tensor
 from minirl.parallel.mesh import Group
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+# torch 2.13 has new names for these two, and warns of the old ones, which are all that torch 2.6 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- plain ----
@@ -52,7 +55,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     whole = x.new_empty(group.size * front.shape[0], *front.shape[1:])
     group.ledger.add("all_gather", group.name, whole)
-    dist.all_gather_into_tensor(whole, front, group=group.handle)
+    _all_gather(whole, front, group=group.handle)
     return whole.movedim(0, dim)
 
 
@@ -63,7 +66,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     group.ledger.add("reduce_scatter", group.name, x)
     front = x.movedim(dim, 0).contiguous()
     mine = x.new_empty(_slice_size(x, group, dim), *front.shape[1:])
-    dist.reduce_scatter_tensor(mine, front, group=group.handle)
+    _reduce_scatter(mine, front, group=group.handle)
     return mine.movedim(0, dim)
 
 
@@ -163,7 +166,7 @@ def begin_all_gather(whole: Tensor, part: Tensor, group: Group) -> Callable[[], 
         whole.copy_(part)
         return _done
     group.ledger.add("all_gather", group.name, whole)
-    return dist.all_gather_into_tensor(whole, part, group=group.handle, async_op=True).wait
+    return _all_gather(whole, part, group=group.handle, async_op=True).wait
 
 
 def begin_reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> Callable[[], object]:
@@ -172,7 +175,7 @@ def begin_reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> Callable[
         part.copy_(whole)
         return _done
     group.ledger.add("reduce_scatter", group.name, whole)
-    return dist.reduce_scatter_tensor(part, whole, group=group.handle, async_op=True).wait
+    return _reduce_scatter(part, whole, group=group.handle, async_op=True).wait
 
 
 def _done() -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from minirl.config import UserError
 
 CPU = torch.device("cpu")
-TIMEOUT = datetime.timedelta(minutes=10)  # a rank that waits longer than this for another gives up with an error
+TIMEOUT = 600.0  # seconds: a rank that waits longer than this for another gives up with an error
 AXES = ("dp", "pp", "cp", "tp")
 
 
@@ -141,10 +141,14 @@ def partners(sizes: dict[str, int], along: tuple[str, ...]) -> list[tuple[int, .
     return [tuple(ranks) for ranks in groups.values()]
 
 
-def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
+def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: int = 1,
+              timeout: float = TIMEOUT) -> Mesh:
     """Join the job that torchrun started (gloo on CPU, NCCL on GPU), or be a job of one. May be called twice.
 
-    dp 0 takes what the other axes leave of the ranks. UserError: the product is not the number of ranks.
+    dp        : 0 takes what the other axes leave of the ranks
+    timeout   : seconds that a rank waits for another. Then, or when another is gone, it ends with an error, and its
+                torchrun ends the rest: at once, or 30 s later (--shutdown-timeout) if they do not heed SIGTERM
+    UserError : the product is not the number of ranks
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     sizes = {"dp": dp or max(1, world // (pp * cp * tp)), "pp": pp, "cp": cp, "tp": tp}
@@ -155,10 +159,13 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
     place = pick_device(device)
     if "WORLD_SIZE" in os.environ:
         die_with_parent()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # what does not name a device would go to the first GPU, from all ranks
+    patience = datetime.timedelta(seconds=timeout)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=patience)
     ledger = Ledger()
-    groups = {name: _group(name, sizes, along, rank, ledger) for name, along in
+    groups = {name: _group(name, sizes, along, rank, ledger, patience) for name, along in
               [*((axis, (axis,)) for axis in AXES), ("dp_cp", ("dp", "cp")), ("pp_tp", ("pp", "tp")), ("world", AXES)]}
     at = coordinates(rank, sizes)
     return Mesh(**sizes, **{f"{axis}_rank": at[axis] for axis in AXES},
@@ -166,15 +173,18 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
                 replica_group=groups["pp_tp"], world_group=groups["world"], device=place, ledger=ledger)
 
 
-def _group(name: str, sizes: dict[str, int], along: tuple[str, ...], rank: int, ledger: Ledger) -> Group:
+def _group(name: str, sizes: dict[str, int], along: tuple[str, ...], rank: int, ledger: Ledger,
+           patience: datetime.timedelta) -> Group:
     """This rank's group. Every rank makes every group, its own or not, in the same order: torch asks for that."""
     mine = Group(name, (rank,), ledger=ledger)
     for ranks in partners(sizes, along):
         if len(ranks) > 1:
             # Gradients travel while other messages do: the ranks must not mistake one for the other.
             whole = len(ranks) == prod(sizes.values()) and (name != "dp_cp" or sizes["cp"] == 1)
-            handle = dist.group.WORLD if whole else dist.new_group(ranks, timeout=TIMEOUT)
+            handle = dist.group.WORLD if whole else dist.new_group(ranks, timeout=patience)
             if rank in ranks:
+                if name == "pp":  # NCCL wants a group's first call to be one that all take part in, and no send is
+                    dist.barrier(handle)
                 mine = Group(name, ranks, ranks.index(rank), handle, ledger)
     return mine
 

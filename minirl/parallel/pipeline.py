@@ -104,7 +104,6 @@ def split_stages(model: Transformer, mesh: Mesh, chunks: int = 1, kind: Kind = "
                        ("lm_head", last), ("score", last), ("value_head", last)):
         if getattr(model, name, None) is not None and not kept:
             setattr(model, name, Elsewhere())
-    gather_objects(None, mesh.pp_group)  # NCCL wants a group's first call to be one that all its ranks take part in
     return model
 
 
