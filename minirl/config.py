@@ -45,11 +45,16 @@ class UserError(ValueError):
 def run(main: Callable[[T], Any], config_class: type[T], description: str | None = None,
         argv: Sequence[str] | None = None) -> Any:
     """Parse the command line and return `main(config)`; a UserError becomes one line and exit code 2."""
+    from minirl.parallel.mesh import explain  # which needs UserError from here
+
     config = cli(config_class, argv, description)
     try:
         return main(config)
     except UserError as error:
         _fail(str(error))
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
@@ -207,6 +212,9 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 def _fail(message: str) -> NoReturn:
+    from minirl.parallel.mesh import let_first_rank_speak
+
+    let_first_rank_speak()
     print("error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
 

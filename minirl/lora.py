@@ -501,6 +501,8 @@ class _Plan(NamedTuple):
 
 def _plan(model: Transformer, config: LoRAConfig) -> _Plan:
     """What becomes of which module, by PEFT's rules. Changes nothing."""
+    if hasattr(model, "zero") or model.pipeline or model.vocab:
+        raise UserError("the model is spread over ranks already: put adapters on before parallelize")
     if adapters(model):
         raise UserError("the model has adapters already: train those (without --lora-rank), or merge them first, by "
                         "python -m minirl.lora ADAPTER FOLDER")

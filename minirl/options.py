@@ -54,6 +54,7 @@ class LayoutOptions:
     cp: int = 1  # ranks that share the columns of every row
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
     zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
+    timeout: float = 600.0  # seconds that a rank waits for another; then the job ends with an error
 
 
 def check_shared(config) -> None:
@@ -62,7 +63,7 @@ def check_shared(config) -> None:
         raise UserError("--run-dir is empty: name a folder")
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}: it must lie between 0 and 2^63 - 1")
-    check_positive(config, "save_every", "keep", "lora_alpha")
+    check_positive(config, "save_every", "keep", "lora_alpha", "timeout")
     check_not_negative(config, "lora_rank")
     if config.qlora and not config.lora_rank and not is_adapter(config.init):
         raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
@@ -70,7 +71,7 @@ def check_shared(config) -> None:
 
 def make_mesh(config) -> Mesh:
     """The ranks of this run in the layout that was asked for."""
-    return init_mesh(config.device, config.dp, config.pp, config.cp, config.tp)
+    return init_mesh(config.device, config.dp, config.pp, config.cp, config.tp, config.timeout)
 
 
 def prepare(policy: Transformer, config, mesh: Mesh, base: str | Path | None) -> Transformer:

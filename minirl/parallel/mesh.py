@@ -13,11 +13,18 @@ Ranks are laid out on a grid of four axes, dp x pp x cp x tp, the last running f
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import datetime
 import os
+import re
+import secrets
 import signal
+import socket
+import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,10 +32,12 @@ import torch
 import torch.distributed as dist
 
 from minirl.config import UserError
+from minirl.parallel import guard
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0  # seconds: a rank that waits longer than this for another gives up with an error
 AXES = ("dp", "pp", "cp", "tp")
+LOST = re.compile("closed by peer|reset by peer|broken pipe|time[d ]*out", re.IGNORECASE)  # gloo, NCCL, the store
 
 
 @dataclass
@@ -164,6 +173,9 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
     patience = datetime.timedelta(seconds=timeout)
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=patience)
+        dist.barrier()  # who leaves with an error before all are connected would hide it behind theirs
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix":
+            start_guard(rank)
     ledger = Ledger()
     groups = {name: _group(name, sizes, along, rank, ledger, patience) for name, along in
               [*((axis, (axis,)) for axis in AXES), ("dp_cp", ("dp", "cp")), ("pp_tp", ("pp", "tp")), ("world", AXES)]}
@@ -218,6 +230,46 @@ def close_mesh() -> None:
     """Leave the job in good order."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def start_guard(rank: int) -> None:
+    """Have a guard beside this process (`guard.py`). Every rank must call it."""
+    listener = None if rank else socket.create_server(("", 0))
+    found = [None if rank else (listener.getsockname()[1], secrets.token_hex(16))]
+    dist.broadcast_object_list(found)
+    port, token = found[0]
+    command = [sys.executable, "-I", "-S", guard.__file__, os.environ["MASTER_ADDR"], str(port), token,
+               str(listener.fileno()) if listener else ""]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
+                               pass_fds=[listener.fileno()] if listener else [])
+    if listener:
+        listener.close()
+    atexit.register(_say_goodbye, process)
+
+
+def _say_goodbye(process: subprocess.Popen) -> None:
+    """At the end of a process. Python has a last_value if that end is an exception."""
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(b"" if hasattr(sys, "last_value") else guard.GOODBYE)
+        process.stdin.close()
+
+
+def let_first_rank_speak(seconds: float = 2.0) -> None:
+    """Before an error is told that all ranks are likely to have: the first tells it, and torchrun ends the others.
+
+    Who is alone with its error, or on another machine, tells it a little later.
+    """
+    if int(os.environ.get("RANK", 0)):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a StopSignal would outlive what torchrun sends
+        time.sleep(seconds)
+
+
+def explain(error: RuntimeError) -> None:
+    """Add to torch's message that a partner is silent or gone what that means."""
+    if dist.is_initialized() and LOST.search(str(error)):
+        error.add_note(f"rank {dist.get_rank()} has lost another rank, which failed, was killed, or did not answer in "
+                       "time (--timeout). If it could still say why, that stands elsewhere in this output. Start all "
+                       "ranks again with --resume to go on from the newest checkpoint.")
 
 
 def die_with_parent() -> None:
