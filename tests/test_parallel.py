@@ -4,8 +4,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -532,64 +530,6 @@ def test_run_ranks_raises_what_a_rank_raised_and_leaves_no_process_behind():
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2"):
         run_ranks(sleeps, 2, timeout=1)
     assert not multiprocessing.active_children()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def wait_until(condition, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def torchrun(script: Path, ranks: int) -> subprocess.Popen:
-    """Its text goes to a file: a pipe would stay open, and the test wait, as long as any worker lives."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
-    with open(script.with_suffix(".txt"), "w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT,
-                                env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"})
-
-
-@dist
-def test_under_torchrun_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
-                      "barrier(mesh)\nif mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\n"
-                      "barrier(mesh)\ntime.sleep(300)\n")
-    job = torchrun(script, 2)
-    try:
-        assert job.wait(timeout=60) != 0
-    finally:
-        job.kill()
-    output = script.with_suffix(".txt").read_text()
-    assert "RuntimeError: broken microbatch" in output and 'script.py", line 6' in output
-
-
-@dist
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-@pytest.mark.parametrize("ranks", (1, 2))
-def test_the_workers_of_a_killed_torchrun_die_with_it(tmp_path, ranks):
-    script = tmp_path / "script.py"
-    script.write_text("import os, pathlib, time\nfrom minirl.parallel import barrier, init_mesh\n"
-                      "mesh = init_mesh('cpu')\nbarrier(mesh)\n"
-                      f"pathlib.Path({str(tmp_path)!r}, f'pid_{{os.getpid()}}').touch()\ntime.sleep(60)\n")
-    job = torchrun(script, ranks)
-    try:
-        assert wait_until(lambda: len(list(tmp_path.glob("pid_*"))) == ranks, 60)
-    finally:
-        job.kill()
-        job.wait()
-    pids = [int(path.name.removeprefix("pid_")) for path in tmp_path.glob("pid_*")]
-    gone = wait_until(lambda: not any(map(alive, pids)), 10)
-    for pid in filter(alive, pids):
-        os.kill(pid, signal.SIGKILL)
-    assert gone, "workers of a killed launcher live on"
 
 
 # ---- shares and choices ----

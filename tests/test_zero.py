@@ -1,5 +1,6 @@
 """ZeRO beside one process: the numbers, the bytes that are kept, the bytes that are sent, states for other worlds."""
 
+import copy
 import doctest
 import gc
 import math
@@ -14,13 +15,14 @@ import minirl.parallel.zero as zero_module
 from minirl.config import UserError
 from minirl.generate import generate
 from minirl.logprobs import token_logprobs
+from minirl.lora import add_lora
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW, ShardedAdamW, SkipCounter, clip_gradients, gradient
 from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.collectives import gather_objects
 from minirl.parallel.placement import Placement, mark
-from minirl.parallel.zero import Layout, cut_state, gathered, merge_states, shard, span
+from minirl.parallel.zero import Away, Layout, cut_state, gathered, merge_states, shard, span
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
 
@@ -267,7 +269,7 @@ def test_bytes_of_an_update_are_those_of_the_docstring(together):
 def bytes_in_memory() -> int:
     """Of all storages that a Python object made since gc.freeze(), or its gradient, refers to."""
     storages = {}
-    for tensor in [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]:
+    for tensor in [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter, Away)]:
         for x in (tensor, tensor.grad if tensor.is_leaf else None):
             if x is not None:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
@@ -425,10 +427,14 @@ def outside() -> list[str]:
     plain, model = (Transformer(config).init_weights(torch.Generator().manual_seed(0)) for _ in range(2))
     shard(model, mesh, 3)
     tokens = torch.arange(12).view(1, 12)
-    for use in (lambda: model(tokens), model.state_dict, lambda: shard(model, mesh, 3), lambda: shard(plain, mesh, 4)):
+    norm = model.layers[0].input_layernorm.weight
+    reads = (lambda: model(tokens), model.state_dict, norm.sum, lambda: norm + 1, lambda: norm.T, lambda: norm.data,
+             lambda: torch.ones(8) @ norm, lambda: norm[0], norm.tolist, lambda: str(norm), lambda: copy.deepcopy(norm))
+    for use in (*reads, lambda: shard(model, mesh, 3), lambda: shard(plain, mesh, 4), lambda: add_lora(model)):
         with pytest.raises((RuntimeError, UserError)) as error:
             use()
         said.append(str(error.value))
+    assert norm.shape == (8,) and norm.grad is None and norm.requires_grad and isinstance(norm, nn.Parameter)
     with gathered(model), gathered(model):
         torch.testing.assert_close(token_logprobs(model, tokens), token_logprobs(plain, tokens), rtol=0, atol=0)
         drawn, expected = (generate(m, [[1, 2, 3]], ByteTokenizer(), max_new_tokens=8).tokens for m in (model, plain))
@@ -446,12 +452,12 @@ def outside() -> list[str]:
 
 def test_a_model_in_slices_says_so_and_is_whole_inside_gathered(together):
     said = [result["outside"] for result in together[2]]
-    assert said[0][:4] == said[1][:4] == [
-        "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank",
-        "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank",
-        "the model is sharded already, by ZeRO-3: load it anew to change that",
-        "--zero 4 is unknown: use 0 (off), 1, 2 or 3"]
-    assert said[1][4:] == [f"optimizer state of {whose}, but this is rank 1 of 2: cut it anew with zero.merge_states "
+    assert said[0][:14] == said[1][:14] == 11 * [
+        "the model's parameters lie in slices: use it in forward_backward, or in `with gathered(model)` on every rank"
+    ] + ["the model is sharded already, by ZeRO-3: load it anew to change that",
+         "--zero 4 is unknown: use 0 (off), 1, 2 or 3",
+         "the model is spread over ranks already: put adapters on before parallelize"]
+    assert said[1][14:] == [f"optimizer state of {whose}, but this is rank 1 of 2: cut it anew with zero.merge_states "
                            "and zero.cut_state" for whose in ("rank 0 of 3", "the whole model")]
 
 

@@ -108,6 +108,26 @@ def span(offset: int, numel: int, size: int, rank: int) -> tuple[int, int]:
     return tuple(min(max(edge * size - offset, 0), numel) for edge in (rank, rank + 1))
 
 
+# What may be asked of a parameter that is not here: how it looks, and for its gradient.
+LOOKS = {"shape", "size", "ndim", "dim", "numel", "dtype", "itemsize", "element_size", "nbytes", "device", "is_meta",
+         "layout", "is_floating_point", "is_complex", "is_leaf", "requires_grad", "requires_grad_", "grad",
+         "grad_dtype", "zeros_like", "empty_like", "untyped_storage", "register_post_accumulate_grad_hook",
+         "_post_accumulate_grad_hooks", "_backward_hooks"}
+
+
+class Away(nn.Parameter):
+    """What a parameter is while its numbers lie on other ranks. To read them would end the process: say so instead."""
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types, args: tuple = (), kwargs: dict | None = None):
+        attribute = function.__name__ in ("__get__", "__set__", "__delete__")
+        if (function.__self__ if attribute else function).__name__ not in LOOKS:
+            raise RuntimeError("the model's parameters lie in slices: use it in forward_backward, or in "
+                               "`with gathered(model)` on every rank")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+
 class Piece(NamedTuple):
     """What this rank owns of one parameter: numbers start .. stop of it, which begin at number `begin` of the slice."""
 
@@ -168,11 +188,15 @@ class Flat(Bucket):
         if self.wait is not None:
             self.wait()
             self.wait = None
+            for p in self.parameters:
+                p.__class__ = nn.Parameter
 
     def free(self) -> None:
         self.end_gather()
         self.whole.untyped_storage().resize_(0)
         self.here = False
+        for p in self.parameters:
+            p.__class__ = Away
 
 
 def flats_of(number: int, named: Mapping[str, nn.Parameter], group: Group, keep: bool) -> list[Flat]:
@@ -204,8 +228,6 @@ class Zero(Overlap):
                         if flat.shard.requires_grad]
         self.current: int | None = None  # the block that backward is in
         if stage == 3:
-            model.register_forward_pre_hook(self.check)
-            model.register_state_dict_pre_hook(self.check)
             for number in self.units.keys() - {ROOT}:
                 model.layers[number].register_forward_pre_hook(partial(self.before_forward, number))
                 model.layers[number].register_forward_hook(partial(self.after_forward, number))
@@ -317,12 +339,6 @@ class Zero(Overlap):
         self.current = number
         self.need(number)
         self.prefetch(number - 1)
-
-    def check(self, *_) -> None:
-        """Reading memory that is not there ends the process; say so first."""
-        if not all(flat.here for flat in self.units.get(ROOT, ())):
-            raise RuntimeError("the model's parameters lie in slices: use it in forward_backward, or in "
-                               "`with gathered(model)` on every rank")
 
 
 # ---- the optimizer's state, for any number of ranks ----

@@ -1,0 +1,187 @@
+"""Jobs as they are started on one machine or two: they train together, say once what is wrong, and end together."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+import train_sft
+from minirl.checkpoint import latest_checkpoint
+from minirl.metrics import read_metrics
+from minirl.parallel.guard import GRACE
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="/proc shows who is whose child")]
+REPO = Path(__file__).resolve().parents[1]
+TIMEOUT = 10  # seconds: on a busy machine one rank may have started so much later than the other
+SLACK = 25  # seconds for a busy machine
+
+
+def parent(pid: str) -> int:
+    """0 for a process that is no more, or has ended and waits to be noticed."""
+    try:
+        state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(number)
+
+
+def family(pid: int) -> list[int]:
+    """A process, its children, and theirs: torchrun, the rank, and the rank's guard."""
+    children = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent(path.name) == pid]
+    return [pid, *(descendant for child in children for descendant in family(child))]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if parent(str(pid))]
+
+
+def wait_until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+class Job:
+    """A torchrun on each of some machines, which are all this one. Nothing of it outlives the `with`."""
+
+    def __init__(self, folder: Path, *command: str, machines: int = 1, ranks: int = 1):
+        self.texts = [folder / f"machine_{number}.txt" for number in range(machines)]
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        self.agents = []
+        for number, text in enumerate(self.texts):
+            where = ["--nnodes", str(machines), "--node_rank", str(number), "--master_addr", "localhost",
+                     "--master_port", str(port), "--nproc_per_node", str(ranks)]
+            with open(text, "w") as output:  # a pipe would stay open, and the test wait, as long as any rank lives
+                self.agents.append(subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *where, *command], cwd=REPO, stdout=output,
+                    stderr=output, env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}))
+        self.seen: set[int] = set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in alive([*self.look()]):
+            os.kill(pid, signal.SIGKILL)
+        for agent in self.agents:
+            agent.wait()
+
+    def look(self) -> set[int]:
+        """Whoever belongs to the job, or did."""
+        self.seen |= {pid for agent in self.agents for pid in family(agent.pid)}
+        return self.seen
+
+    def rank(self, machine: int) -> int:
+        """The process of a machine's first rank."""
+        return family(self.agents[machine].pid)[1]
+
+    def ended(self) -> bool:
+        codes = [agent.poll() for agent in self.agents]
+        return None not in codes and not alive([*self.look()])
+
+    @property
+    def text(self) -> str:
+        return "".join(text.read_text() for text in self.texts)
+
+
+SFT = dict(device="cpu", dtype="float64", difficulty=1, hidden_size=16, layers=1, batch_size=8, schedule="constant",
+           warmup_steps=0, eval_every=0, eval_rows=0, eval_problems=4, save_every=5, keep=1, timeout=TIMEOUT)
+LOSSES = {  # how a job loses a rank -> what is said besides
+    "a rank is killed": "Signal 9", "the first torchrun is killed": "", "the second torchrun is killed": "",
+    "a rank is stopped": "did not end after another rank was lost, and is killed"}
+
+
+def lose(job: Job, what: str) -> None:
+    if what == "a rank is killed":
+        os.kill(job.rank(1), signal.SIGKILL)
+    elif what == "a rank is stopped":
+        os.kill(job.rank(0), signal.SIGSTOP)
+    else:
+        job.agents["second" in what].kill()
+
+
+def train(options: dict) -> None:
+    train_sft.main(train_sft.Config(**options))
+
+
+def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_on(tmp_path):
+    run = tmp_path / "run"
+
+    def losses() -> list[tuple[int, float]]:
+        rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+        return [(row["step"], row["loss"]) for row in rows]
+
+    def flags(steps: int) -> list[str]:
+        config = asdict(train_sft.Config(run_dir=str(run), steps=steps, **SFT))
+        resume = ["--resume"] if latest_checkpoint(run) else []
+        return [f"--{name.replace('_', '-')}={value}" for name, value in config.items()
+                if not isinstance(value, bool)] + resume
+
+    for what, said in LOSSES.items():
+        before = len(losses())
+        with Job(tmp_path, "train_sft.py", *flags(10**6), machines=2) as job:
+            assert wait_until(lambda n=before: len(losses()) > n + 6, 60), f"after {before} steps: {job.text[-3000:]}"
+            assert len(job.look()) == 6, "two of each: torchrun, rank, guard"
+            began = time.monotonic()
+            lose(job, what)
+            limit = SLACK + (TIMEOUT + GRACE) * (what == "a rank is stopped")
+            assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
+            assert any(agent.returncode for agent in job.agents)
+            assert re.search(r"rank \d has lost another rank.*--resume to go on", job.text) and said in job.text, what
+            if said != LOSSES["a rank is stopped"]:
+                assert time.monotonic() - began < SLACK, what
+    steps = len(losses()) + 3
+    with Job(tmp_path, "train_sft.py", *flags(steps), machines=2) as job:
+        assert wait_until(job.ended, 90) and not any(agent.returncode for agent in job.agents), job.text[-3000:]
+    run_ranks(train, 1, SFT | dict(run_dir=str(tmp_path / "alone"), steps=steps))
+    alone = [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "alone/metrics.jsonl")]
+    assert [step for step, _ in losses()] == [step for step, _ in alone]
+    assert [loss for _, loss in losses()] == pytest.approx([loss for _, loss in alone], rel=1e-7)
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
+                      "barrier(mesh)\nif mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\n"
+                      "time.sleep(300)\n")
+    with Job(tmp_path, str(script), ranks=2) as job:
+        assert wait_until(job.ended, 60) and job.agents[0].returncode
+        assert "RuntimeError: broken microbatch" in job.text and 'script.py", line 6' in job.text
+
+
+def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
+    with Job(tmp_path, "train_sft.py", "--device", "cpu", "--batch-size", "5", "--run-dir", str(tmp_path / "run"),
+             ranks=2) as job:
+        assert wait_until(job.ended, 60) and job.agents[0].returncode
+        assert re.findall("^error: .*", job.text, re.M) == [
+            "error: 5 rows of --batch-size do not divide over 2 replicas: use a multiple of 2"]
+
+
+def test_the_ranks_of_a_killed_torchrun_die_with_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
+                      f"barrier(mesh)\npathlib.Path({str(tmp_path)!r}, 'ready').touch()\ntime.sleep(60)\n")
+    with Job(tmp_path, str(script), ranks=2) as job:
+        assert wait_until((tmp_path / "ready").exists, 60), job.text
+        assert len(job.look()) == 5
+        job.agents[0].kill()
+        assert wait_until(job.ended, 10), "ranks of a killed launcher live on"
+
+
+def test_ranks_that_end_in_good_order_at_different_times_are_left_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
+                      f"barrier(mesh)\ntime.sleep(mesh.dp_rank * {GRACE + 2})\nprint('is done')\n")
+    with Job(tmp_path, str(script), ranks=2) as job:
+        assert wait_until(job.ended, 60)
+        assert job.agents[0].returncode == 0 and job.text.count("is done") == 2, job.text
