@@ -23,7 +23,7 @@ from minirl.logprobs import token_logprobs
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens, sft_loss
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW, SkipCounter, clip_gradients
-from minirl.parallel import Mesh, StopSignal, barrier, forward_backward, init_mesh, pick_dtype, share_of
+from minirl.parallel import Mesh, StopSignal, all_reduce_sum, barrier, forward_backward, init_mesh, pick_dtype, share_of
 from minirl.parallel.data import Overlap, sum_gradients
 from minirl.parallel.mesh import pick_device
 from minirl.rollout import Rollout
@@ -342,6 +342,36 @@ def test_buckets_leave_in_one_order_on_all_ranks_and_bring_the_sum_in_one_piece(
         # The spare matrix is in the first bucket. Ranks that do not reach it must not send the others before.
         during = result["events"][backwards - 1 :].index("backward")
         assert during == (result["buckets"] - tied if rank == 0 else 0)
+
+
+def bfloat16_sums(count: int) -> tuple[float, float, float]:
+    """How far the sum of `count` microbatches a rank is off: by adding in bfloat16, by what is added, and in all."""
+    mesh = init_mesh("cpu")
+    config = ModelConfig(258, 64, 128, 2, 4, 2, max_position_embeddings=32)
+    model = Transformer(config).init_weights(torch.Generator().manual_seed(0)).bfloat16()
+    exact = Transformer(config).double()
+    exact.load_state_dict(model.state_dict())
+    n = count * mesh.dp
+    tokens, ids = torch.randint(258, (n, 20), generator=torch.Generator().manual_seed(3)), torch.arange(n)
+    rows = Rollout(tokens, torch.ones(n, 19, dtype=torch.bool), torch.full((n,), 20), ids, ids)
+
+    def sums(model: Transformer, microbatches: list[Rollout], mesh: Mesh) -> torch.Tensor:
+        forward_backward(model, microbatches, lambda out, mb: (-out.logprobs.sum() / n / 19, {}), mesh)
+        return torch.cat([grad.double().flatten() for grad in gradients(model).values()])
+
+    mine = [*rows.rows(torch.tensor([*mesh.share(n)])).microbatches(1)]
+    parts = torch.stack([sums(model, [microbatch], Mesh()) for microbatch in mine]).sum(0)
+    wide, right = all_reduce_sum(parts, mesh), sums(exact, [*rows.microbatches(n)], Mesh())
+    found = sums(model, mine, mesh)
+    off = (found - wide) / wide.norm(), (wide - right) / right.norm(), (found - right) / right.norm()
+    return tuple(float(error.norm()) for error in off)
+
+
+@dist
+def test_what_sums_in_bfloat16_lose_is_little_beside_what_backward_loses():
+    for adding, added, both in run_ranks(bfloat16_sums, 4, 4):
+        assert 1e-3 < adding < 5e-3 and 1e-2 < added < 2e-2
+        assert both < 1.1 * added
 
 
 def staged_norm() -> tuple[float, list[float]]:

@@ -10,7 +10,10 @@ the gradients of the last layers while backward is still at work on the first on
     backward    [ layer 3 ][ layer 2 ][ layer 1 ][ layer 0 ]                 of the last microbatch of an update;
     network                [ bucket of 3 ][ bucket of 2 ][ of 1, 0 ]         those before it send nothing
 
-Gradients have their parameter's dtype, and are summed in it, over microbatches as over ranks.
+Gradients have their parameter's dtype, and are summed in it, over microbatches as over ranks. In bfloat16 each sum
+rounds, although master weights are float32. Measured (`tests/test_parallel.py`), as a part of the gradient: sums over 8
+ranks of 8 microbatches are off by 0.5 %, what is summed by 1.4 %, because backward itself is in bfloat16, and both
+together by 1.5 %. Sums in float32 would take twice the traffic, and twice the memory of gradients, to gain that.
 """
 
 from __future__ import annotations
