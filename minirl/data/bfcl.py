@@ -39,7 +39,7 @@ PYTHON = {"string": str, "integer": int, "float": float, "number": float, "boole
 
 
 def convert_bfcl(row: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
-    """One row as {"messages", "tools", "id"}: the question, and one assistant turn with the calls of its answer.
+    """One row as {"messages", "tools", "id", "possible_answer"}: the question, and one turn with its answer's calls.
 
     answers : the ground_truth of each id, from possible_answer/. A row with "irrelevance" in its id needs none
 
@@ -64,7 +64,8 @@ def convert_bfcl(row: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, A
             raise RowError("answer fails its check", f"{name}: {error}")
         said = {"role": "assistant", "content": None,
                 "tool_calls": [{"type": "function", "function": call} for call in calls]}
-    return {"messages": [*questions[0], said], "tools": tools, "id": name}
+    possible = [] if "irrelevance" in name else answers[name]  # all that `minirl.agent_eval` accepts
+    return {"messages": [*questions[0], said], "tools": tools, "id": name, "possible_answer": possible}
 
 
 def _function(function: Any) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def ast_error(calls: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any
     wanted = _answer_list(answers)
     if len(calls) != len(wanted):
         return f"{len(calls)} calls, {len(wanted)} wanted"
-    errors = [[_call_error(call, answer, functions) for answer in wanted] for call in calls]
+    errors = [[call_error(call, answer, functions) for answer in wanted] for call in calls]
     owner: dict[int, int] = {}  # answer -> the call that gives it
 
     def place(call: int, tried: set[int]) -> bool:
@@ -170,8 +171,9 @@ def ast_error(calls: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any
     return None
 
 
-def _call_error(call: dict[str, Any], answer: tuple[str, dict[str, list]],
-                functions: Sequence[dict[str, Any]]) -> str | None:
+def call_error(call: dict[str, Any], answer: tuple[str, dict[str, list]],
+               functions: Sequence[dict[str, Any]]) -> str | None:
+    """What is wrong with one call by one answer, (function, {argument: accepted values}); None: nothing."""
     name, accepted = answer
     if call.get("name") != name:
         return f"calls {call.get('name')!r:.60}, not {name!r}"
@@ -210,7 +212,7 @@ def _value_error(value: Any, accepted: list, schema: Any) -> str | None:
         for inner in value:
             if not _of_type(inner, item) and not (variable and type(inner) is type(sample[0])):
                 return f"holds {inner!r:.60}, not of type {schema['items']['type']}"
-    if any(_same(value, choice) for choice in accepted):
+    if any(same_value(value, choice, choices=True) for choice in accepted):
         return None
     return f"is {value!r:.60}, none of {accepted!r:.100}"
 
@@ -221,22 +223,22 @@ def _of_type(value: Any, kind: type) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
 
 
-def _same(value: Any, choice: Any) -> bool:
-    """Is a value the accepted one? Numbers by value, but True is not 1."""
-    if isinstance(value, str) and isinstance(choice, str):
-        return _standard(value) == _standard(choice)
-    if isinstance(value, list | tuple) and isinstance(choice, list | tuple):
-        return len(value) == len(choice) and all(map(_same, value, choice))
-    if isinstance(value, dict) and isinstance(choice, dict):
-        return _same_object(value, choice)
-    return isinstance(value, bool) == isinstance(choice, bool) and value == choice
+def same_value(value: Any, wanted: Any, choices: bool = False) -> bool:
+    """Is a value the wanted one? Strings by the rule above, numbers by value, but True is not 1.
 
-
-def _same_object(value: dict[str, Any], choice: dict[str, Any]) -> bool:
-    if _has_choices(choice):
-        return (all(key in choice and any(_same(inner, one) for one in choice[key]) for key, inner in value.items())
-                and all(key in value or "" in inners for key, inners in choice.items()))
-    return value.keys() == choice.keys() and all(_same(inner, choice[key]) for key, inner in value.items())
+    choices : in an object of lists, each list holds the accepted values of its key
+    """
+    if isinstance(value, str) and isinstance(wanted, str):
+        return _standard(value) == _standard(wanted)
+    if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
+        return len(value) == len(wanted) and all(same_value(a, b, choices) for a, b in zip(value, wanted, strict=True))
+    if not isinstance(value, dict) or not isinstance(wanted, dict):
+        return isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
+    if choices and _has_choices(wanted):
+        return (all(key in wanted and any(same_value(inner, one, choices) for one in wanted[key])
+                    for key, inner in value.items())
+                and all(key in value or "" in inners for key, inners in wanted.items()))
+    return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key], choices) for key in value)
 
 
 def _standard(text: str) -> str:
