@@ -136,9 +136,9 @@ class Preference(NamedTuple):
 PREFERENCES = {
     "dpo": Preference(dpo, "-log s(h)", "2305.18290 eq. 7", "a reward model's loss with the implicit reward",
                       label_smoothing=0.0),
-    "cdpo": Preference(dpo, "-(1 - e) log s(h) - e log s(-h)", "2305.18290 with Mitchell's note on noisy labels (2023)",
+    "cdpo": Preference(dpo, "-(1 - e) log s(h) - e log s(-h)", "E. Mitchell's note of 2023 (ericmitchell.ai/cdpo.pdf)",
                        "labels may be wrong: stops at s(h) = 1 - e", label_smoothing=0.1),
-    "robust": Preference(robust, "(-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)", "2403.00409 eq. 12",
+    "robust": Preference(robust, "(-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)", "2403.00409",
                          "labels are wrong with probability e: unbiased", label_smoothing=0.1),
     "ipo": Preference(ipo, "(c - r - 1 / (2 beta))^2", "2310.12036 eq. 17",
                       "a finite target, so that clear pairs do not pull for ever; the mean as its authors advise",
@@ -149,21 +149,21 @@ PREFERENCES = {
                         reference=False, reduce="mean", beta=2.0, label_smoothing=0.0, gamma=1.0),
     "orpo": Preference(orpo, "-beta log s(log odds(c) - log odds(r)) + nll", "2403.07691 eq. 6, 7",
                        "SFT and preference in one; no reference", reference=False, reduce="mean", nll=1.0),
-    "cpo": Preference(dpo, "-log s(h) + nll", "2401.08417 eq. 3 to 5", "DPO under a uniform reference, held by SFT",
+    "cpo": Preference(dpo, "-log s(h) + nll", "2401.08417", "DPO under a uniform reference, held by SFT",
                       reference=False, label_smoothing=0.0, nll=1.0),
-    "kto": Preference(kto, "(s(beta (z0 - c)) + s(beta (r - z0))) / 2", "2402.01306 eq. 8",
+    "kto": Preference(kto, "(s(beta (z0 - c)) + s(beta (r - z0))) / 2", "2402.01306",
                       "good and bad answers, not pairs; z0 is the KL to the reference, of mismatched answers"),
-    "apo_zero": Preference(apo_zero, "s(-beta c) + s(beta r)", "2408.06266 sec. 4",
+    "apo_zero": Preference(apo_zero, "s(-beta c) + s(beta r)", "2408.06266",
                            "chosen up and rejected down: for answers better than the model's"),
-    "apo_down": Preference(apo_down, "s(beta c) + s(-h)", "2408.06266 sec. 4",
+    "apo_down": Preference(apo_down, "s(beta c) + s(-h)", "2408.06266",
                            "both down, rejected more: for answers worse than the model's"),
     "exo": Preference(exo, "s(h) (log s(h) - log(1 - e)) + s(-h) (log s(-h) - log e)", "2402.00856 eq. 16",
                       "the KL the other way round: seeks the mode", label_smoothing=1e-3),
-    "nca": Preference(nca, "-log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2", "2402.05369 sec. 3.2",
+    "nca": Preference(nca, "-log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2", "2402.05369",
                       "absolute rewards: the chosen answer does not fall along with the other"),
-    "bco": Preference(bco, "-log s(beta c - delta) - log s(delta - beta r)", "2404.04656 eq. 9",
+    "bco": Preference(bco, "-log s(beta c - delta) - log s(delta - beta r)", "2404.04656",
                       "a classifier of answers; delta is a running mean of rewards"),
-    "sppo": Preference(sppo, "(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2", "2405.00675 eq. 4.7",
+    "sppo": Preference(sppo, "(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2", "2405.00675",
                        "a target for each answer, those of a certain preference"),
 }
 
@@ -223,19 +223,28 @@ def preference_stats(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor | None
 
     row_reward_chosen, _rejected    implicit rewards, beta c and beta r: unitless
     row_margin                      their difference
-    row_accuracy                    pairs with c > r; equal ones count half, as a guess would: a policy that still is
-                                    its reference has 0.5
+    row_accuracy                    pairs with c > r, see `wins`: a policy that still is its reference has half of them
     row_logprob_chosen, _rejected   nats
     row_logratio_chosen, _rejected  c and r, nats; with a reference only
     """
     stats = {"rows": chosen.new_full((), len(chosen)),
              "row_logprob_chosen": chosen.sum(), "row_logprob_rejected": rejected.sum()}
+    size = torch.maximum(chosen.abs(), rejected.abs())
     if ref_chosen is not None:
         chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         stats |= {"row_logratio_chosen": chosen.sum(), "row_logratio_rejected": rejected.sum()}
-    wins = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
     return stats | {"row_reward_chosen": beta * chosen.sum(), "row_reward_rejected": beta * rejected.sum(),
-                    "row_margin": beta * (chosen - rejected).sum(), "row_accuracy": wins.sum()}
+                    "row_margin": beta * (chosen - rejected).sum(), "row_accuracy": wins(chosen, rejected, size).sum()}
+
+
+def wins(chosen: Tensor, rejected: Tensor, size: Tensor) -> Tensor:
+    """1 where chosen (P,) is larger, 0 where rejected is, 0.5 for a tie: a guess. (P,) float64.
+
+    size : of the numbers that the two are differences of. What lies within their rounding is a tie, or the accuracy of
+           a policy that is its own reference would depend on how a batch was cut
+    """
+    tie = (chosen - rejected).abs() <= 64 * torch.finfo(chosen.dtype).eps * size
+    return torch.where(tie, 0.5, (chosen > rejected).double())
 
 
 # ---- the table of docs/preferences.md ----

@@ -29,6 +29,7 @@ from minirl.config import UserError
 from minirl.logprobs import rollout_values
 from minirl.losses import row_sum
 from minirl.model import Transformer
+from minirl.preference_losses import wins
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer, load_tokenizer
 
@@ -50,10 +51,10 @@ def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, 
 
 @torch.no_grad()
 def reward_stats(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Sums over P pairs, as `preference_losses.preference_stats` has them; equal scores count half a right answer."""
-    wins = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+    """Sums over P pairs of scores (P,), under the names that `preference_losses.preference_stats` has for them."""
+    right = wins(chosen, rejected, torch.maximum(chosen.abs(), rejected.abs()))
     return {"rows": chosen.new_full((), len(chosen)), "row_reward_chosen": chosen.sum(),
-            "row_reward_rejected": rejected.sum(), "row_margin": (chosen - rejected).sum(), "row_accuracy": wins.sum()}
+            "row_reward_rejected": rejected.sum(), "row_margin": (chosen - rejected).sum(), "row_accuracy": right.sum()}
 
 
 # ---- the model ----

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import minirl.evaluate
 import minirl.options
 import minirl.plan
+import train_dpo
 import train_grpo
 import train_ppo
 import train_sft
@@ -34,7 +35,7 @@ from minirl.tokenizer import load_tokenizer
 
 dist = pytest.mark.dist
 REPO = Path(__file__).resolve().parents[1]
-TRAINERS = {"train_sft": train_sft, "train_grpo": train_grpo, "train_ppo": train_ppo}
+TRAINERS = {"train_sft": train_sft, "train_dpo": train_dpo, "train_ppo": train_ppo, "train_grpo": train_grpo}
 SFT_CONFIG = train_sft.Config
 TINY = dict(device="cpu", difficulty=1, eval_problems=8)
 SFT = TINY | dict(hidden_size=32, layers=2, steps=60, batch_size=64, microbatch_size=32, lr=1e-2, warmup_steps=5,
@@ -115,7 +116,7 @@ def test_every_option_has_a_line_of_help_and_help_shows_it_with_its_default(name
     shown = capsys.readouterr().out
     for field in dataclasses.fields(config):
         assert f"--{field.name.replace('_', '-')}" in shown
-    assert "(default: 0.2)" in shown or name == "train_sft"
+    assert "(default: 0.2)" in shown or name in ("train_sft", "train_dpo")
 
 
 def test_flags_named_in_the_docs_exist():

@@ -1,0 +1,229 @@
+"""Pairs of answers, one preferred to the other: read from a file, or sampled in an environment.
+
+Files hold a JSON object a line, in TRL's formats, unchanged:
+
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"}                           three texts, or three lists of messages
+    {"chosen": "2+2=4", "rejected": "2+2=5"}                                     the prompt is what both begin with
+    {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}     as messages
+
+A column `margin`, or `score_chosen` and `score_rejected`, says how much better the chosen answer is. The tools and
+chat_template_kwargs of a row mean what they mean in SFT; other columns are not looked at.
+
+`sample_pairs` asks a policy: it answers each problem several times, the environment judges, and the best answer is
+paired with the worst. So the toy tasks need no file.
+
+Either way the pairs are one Rollout, row 2i the chosen answer of pair i and row 2i + 1 the rejected one; what the model
+said is in `action_mask`, and `rewards` hold the scores, if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minirl.config import UserError
+from minirl.data.dataset import collate
+from minirl.data.jsonl import read_jsonl
+from minirl.data.sft import Row, encode_row
+from minirl.env.base import Env, counter_random
+from minirl.env.loop import collect
+from minirl.jinja_templates import template_for
+from minirl.model import Transformer
+from minirl.pairs import rows_of
+from minirl.parallel.context import gather_rollouts
+from minirl.parallel.mesh import Mesh
+from minirl.parallel.zero import gathered
+from minirl.rollout import Rollout
+from minirl.tokenizer import Tokenizer
+
+
+class Pair(NamedTuple):
+    chosen: Row
+    rejected: Row
+    scores: tuple[float, float] | None = None  # of the two; None: the row tells nothing but the order
+
+
+# ---- from a file ----
+
+def read_preferences(data: str, eval_data: str, tokenizer: Tokenizer, template: str, seed: int = 0) -> Preferences:
+    """The pairs of a JSONL file; without `eval_data` its last tenth is held out.
+
+    template : name of the chat template for messages; "auto": the tokenizer's own, or plain
+    """
+    if not data:
+        raise UserError("--task jsonl reads a file: give --data FILE, rows of prompt, chosen and rejected")
+    files = [read_jsonl(path) for path in (data, eval_data) if path]
+    if template != "auto" or any(isinstance(row.get("chosen"), list) for file in files for _, row in file):
+        template = template_for(tokenizer, template)
+    train, *held_out = ([encode_pair(row, place, tokenizer, template) for place, row in file] for file in files)
+    if len(train) < 2 and not eval_data:
+        raise UserError(f"{data} has one pair, and none is left to hold out: add pairs, or give --eval-data FILE")
+    tenth = max(1, len(train) // 10)
+    train, held_out = (train, held_out[0]) if eval_data else (train[:-tenth], train[-tenth:])
+    used = "" if template == "auto" else template
+    return Preferences(stack(train, tokenizer.pad_id), stack(held_out, tokenizer.pad_id), tokenizer.pad_id, seed, used)
+
+
+def encode_pair(row: dict[str, Any], place: str, tokenizer: Tokenizer, template: str) -> Pair:
+    """One row as two rows of tokens. UserError with its place, FILE:LINE: none of the formats, or nothing to prefer."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if type(chosen) not in (str, list) or type(chosen) is not type(rejected):
+        kinds = f"chosen is a {type(chosen).__name__} and rejected a {type(rejected).__name__}"
+        raise UserError(f"{place}: {kinds}: both must be texts, or lists of messages; the row's columns are "
+                        f"{', '.join(map(repr, [*row][:9]))}")
+    if chosen == rejected:
+        raise UserError(f"{place}: chosen and rejected are the same, so the pair prefers nothing; remove it")
+    prompt = row.get("prompt")
+    if prompt is None:
+        count = common_prefix(chosen, rejected)
+        prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
+    extras = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+    rows = []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer:
+            raise UserError(f"{place}: {name} is empty behind the prompt: there is nothing to compare; remove it")
+        rows.append(encode_row({"prompt": prompt, "completion": answer} | extras, f"{place} ({name})", tokenizer,
+                               template))
+    if rows[0].tokens == rows[1].tokens:
+        raise UserError(f"{place}: chosen and rejected are the same tokens, so the pair prefers nothing; remove it")
+    return Pair(*rows, read_scores(row, place))
+
+
+def common_prefix(chosen: str | list, rejected: str | list) -> int:
+    """How many characters, or messages, both begin with. A space before the first difference belongs to the answers,
+    where most tokenizers expect it."""
+    count = 0
+    while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
+        count += 1
+    return count - 1 if count and chosen[count - 1] == " " else count
+
+
+def read_scores(row: dict[str, Any], place: str) -> tuple[float, float] | None:
+    given = {name: row[name] for name in ("margin", "score_chosen", "score_rejected") if row.get(name) is not None}
+    if strange := [name for name, value in given.items() if type(value) not in (int, float)]:
+        raise UserError(f"{place}: {strange[0]} is {given[strange[0]]!r:.40}, not a number")
+    if "margin" in given:
+        return float(given["margin"]), 0.0
+    return (float(given["score_chosen"]), float(given["score_rejected"])) if len(given) == 2 else None
+
+
+def stack(pairs: Sequence[Pair], pad_id: int) -> Rollout:
+    """Pairs as a Rollout; `rewards` only if all have scores."""
+    rollout = collate([row for pair in pairs for row in (pair.chosen, pair.rejected)], pad_id)
+    rewards = None
+    if all(pair.scores for pair in pairs):
+        rewards = torch.tensor([score for pair in pairs for score in pair.scores])
+    return rollout.replace(group=rollout.sample_ids // 2, rewards=rewards)
+
+
+# ---- from an environment ----
+
+def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int, samples: int, split: str,
+                 mesh: Mesh, **sampling: Any) -> Rollout:
+    """`samples` answers to each of the split's first `problems`, the best paired with the worst: at most one pair each.
+
+    sampling : passed to `generate` (max_new_tokens, temperature, seed, max_rows)
+    returns  : the same pairs on every rank, on the CPU. UserError: there is none, for all answers score alike
+    """
+    mine, rollout = mesh.portion(min(problems, env.size(split) or problems)), None
+    with gathered(policy):
+        if mine:
+            examples = env.sample(len(mine), start=mine.start, split=split)
+            rollout = best_and_worst(collect(policy, tokenizer, env, examples, samples, mine.start, **sampling))
+    pairs = gather_rollouts(rollout, mesh.data_group)
+    if not len(pairs):
+        raise UserError(f"{problems} problems of {env.name}, answered {samples} times each, gave no pair: the answers "
+                        "to each were all right or all wrong; sample more, or start from a better or a worse model")
+    ids = torch.arange(len(pairs))
+    return pairs.replace(group=ids // 2, sample_ids=ids)
+
+
+def best_and_worst(rollout: Rollout) -> Rollout:
+    """Of each prompt the row with the highest reward, then the one with the lowest; of equal ones the first.
+
+    A prompt whose rewards are all equal gives nothing. Sampling errors and lengths travel with the rows: an answer that
+    was cut at the limit has no EOS, here as where it was sampled.
+    """
+    picked = []
+    for prompt in rollout.group.unique().tolist():
+        rows = (rollout.group == prompt).nonzero()[:, 0]
+        rewards = rollout.rewards[rows]
+        best, worst = rewards.argmax(), rewards.argmin()
+        if rewards[best] > rewards[worst]:
+            picked += [int(rows[best]), int(rows[worst])]
+    kept = Rollout(rollout.tokens, rollout.action_mask, rollout.lengths, rollout.group, rollout.sample_ids,
+                   rewards=rollout.rewards)
+    return kept.rows(torch.tensor(picked, dtype=torch.int64, device=rollout.tokens.device))
+
+
+# ---- to the trainer ----
+
+class Preferences:
+    """Pairs to learn and pairs held out, epoch after epoch, each epoch in its own seeded order.
+
+    train, held_out : Rollouts of pairs
+    template        : of the messages among them; "": there are none
+    """
+
+    def __init__(self, train: Rollout, held_out: Rollout, pad_id: int, seed: int = 0, template: str = ""):
+        self.train, self.held_out, self.pad_id, self.seed, self.template = train, held_out, pad_id, seed, template
+        self._order = lru_cache(2)(self._epoch)  # a batch may reach into the next epoch
+
+    def size(self) -> int:
+        """Pairs to learn."""
+        return len(self.train) // 2
+
+    def fit(self, context: int, drop: bool = False) -> Preferences:
+        """The same in rows of at most `context` tokens; UserError for a longer one. `drop` leaves out its pair."""
+        kept = []
+        for pairs in (self.train, self.held_out):
+            fits = (pairs.lengths <= context).view(-1, 2).all(1)
+            if not fits.all() and not drop:
+                raise UserError(f"{int((~fits).sum())} pairs do not fit the model's context of {context} tokens: the "
+                                f"longest has {int(pairs.lengths.max())}: leave them out with --drop-long-rows, or use "
+                                "a model with a longer context")
+            kept.append(pairs.rows(rows_of(fits.nonzero()[:, 0])))
+        if not all(map(len, kept)):
+            raise UserError(f"no pair {'held out' if len(kept[0]) else 'to learn'} fits the context of {context} "
+                            "tokens: use a model with a longer context")
+        return Preferences(*kept, self.pad_id, self.seed, self.template)
+
+    def flipped(self, share: float) -> Preferences:
+        """The same with the two answers exchanged in a share of the pairs to learn: an experiment with wrong labels."""
+        flips = torch.tensor([counter_random(self.seed, "flip", i).random() < share for i in range(self.size())])
+        order = rows_of(torch.arange(self.size())).view(-1, 2)
+        order = torch.where(flips[:, None], order.flip(1), order).flatten()
+        return Preferences(self.train.rows(order), self.held_out, self.pad_id, self.seed, self.template)
+
+    def replace(self, **changes: Rollout) -> Preferences:
+        return Preferences(changes.get("train", self.train), changes.get("held_out", self.held_out), self.pad_id,
+                           self.seed, self.template)
+
+    def numbers(self, first: int, count: int) -> Tensor:
+        """(count,) int64: which pairs stand at places first .. first + count - 1 of the endless stream."""
+        places = (divmod(index, self.size()) for index in range(first, first + count))
+        return torch.tensor([self._order(epoch)[place] for epoch, place in places], dtype=torch.int64)
+
+    def _epoch(self, epoch: int) -> list[int]:
+        return counter_random(self.seed, "epoch", epoch).sample(range(self.size()), self.size())
+
+
+def mismatched(pairs: Rollout, pad_id: int, context: int) -> Rollout:
+    """Row i: the prompt of pair i with the chosen answer of pair i + 1, (N,) rows, of at most `context` tokens.
+
+    What answers to other questions cost the policy more than the reference is KTO's estimate of their KL, z0.
+    """
+    tokens, lengths = pairs.tokens[::2].tolist(), pairs.lengths[::2].tolist()
+    starts = (pairs.action_mask[::2].int().argmax(1) + 1).tolist()
+    masks = pairs.action_mask[::2].tolist()
+    rows = []
+    for i, start in enumerate(starts):
+        j = (i + 1) % len(starts)
+        prompt, answer = tokens[i][:start], tokens[j][starts[j] : lengths[j]]
+        said = masks[j][starts[j] - 1 : lengths[j] - 1]
+        rows.append(Row((prompt + answer)[:context], ([False] * start + said)[:context]))
+    return collate(rows, pad_id)
