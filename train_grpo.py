@@ -34,7 +34,8 @@ from minirl.checkpoint import (
 )
 from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.env import make_env
-from minirl.env.loop import collect, fit_to_context
+from minirl.env.loop import fit_to_context
+from minirl.env.rounds import collect_step, disturb
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
@@ -51,7 +52,7 @@ from minirl.options import (
     prepare,
 )
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
-from minirl.recipes import RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss
+from minirl.recipes import RecipeOptions, fill_in, leave_out, look_again, make_advantages, recipe_loss, weigh
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
 
@@ -78,6 +79,8 @@ class Config(RecipeOptions, LayoutOptions, AdapterOptions, RunOptions):
     max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
     temperature: float = 1.0  # of sampling, and of every log-probability in training
     max_rows: int = 4096  # rows decoded at once
+    staleness: int = 0  # train on rollouts that the policy wrote so many steps ago; the first ones come from the start
+    sampler_noise: float = 0.0  # nats by which the log-probs written down while sampling are wrong, to see what it does
     # optimisation
     steps: int = 300  # rollouts
     epochs: int = 1  # passes over each rollout
@@ -97,7 +100,8 @@ class Config(RecipeOptions, LayoutOptions, AdapterOptions, RunOptions):
         check_shared(self)
         check_positive(self, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
                        "max_rows", "lr", "eval_problems", "cold_start_steps")
-        check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
+        check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every",
+                           "staleness", "sampler_noise")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -110,7 +114,7 @@ def main(config: Config) -> None:
     # ---- setup
     mesh = make_mesh(config)
     dtype = pick_dtype(config.dtype, mesh.device)
-    share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
+    mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")  # a bad number is found before any work
     stop = StopSignal()
 
     # ---- task
@@ -125,6 +129,7 @@ def main(config: Config) -> None:
         return  # stopped during the cold start, which --resume goes on with
     tokenizer = load_tokenizer(tokenizer_folder(init))
     policy = open_policy(init, dtype, mesh.device, config.qlora)
+    first_token = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     check_tokenizer(tokenizer, policy.config.vocab_size)
     policy = prepare(policy, config, mesh, None if start_folder else init)
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
@@ -149,6 +154,9 @@ def main(config: Config) -> None:
         start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
     columns = ["reward_mean", "reward_std", "zero_variance_groups", "approx_kl", "clip_frac", "kl_ref", "entropy",
                "response_length", "grad_norm", "eval/accuracy"]
+    rollouts, ahead = Path(config.run_dir) / "rollouts", []  # sampled and not yet trained on, with --staleness
+    for number in range(start + 1, start + 1 + config.staleness if start else 0):
+        ahead.append(share_of(Rollout.load(rollouts / f"step_{number}"), mesh).to(mesh.device))
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
     if start == 0:
         text = sample_text(policy, tokenizer, env, max_new_tokens)
@@ -160,20 +168,22 @@ def main(config: Config) -> None:
     for step in range(start + 1, config.steps + 1):
         began = perf_counter()
 
-        # (1) rollout: every prompt is answered group_size times
-        if replayed is not None:
-            rollout = replayed
-        else:
-            first = (step - 1) * config.prompts_per_step + share.start
-            examples = env.sample(len(share), start=first)
-            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
-                              max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
-        if config.save_rollouts and mesh.leads_replica:
-            rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
-        sampled = perf_counter()
+        # (1) rollout: every prompt is answered group_size times; with --staleness, for a later step
+        while len(ahead) <= config.staleness:
+            number = step + len(ahead)
+            sampled = replayed or collect_step(
+                policy, tokenizer, env, number, config.prompts_per_step, config.group_size, config.resample, mesh,
+                seed=config.seed, max_new_tokens=max_new_tokens, temperature=config.temperature,
+                max_rows=config.max_rows)
+            ahead.append(disturb(sampled, config.sampler_noise, config.seed) if config.sampler_noise else sampled)
+            if (config.save_rollouts or config.staleness) and mesh.leads_replica:
+                ahead[-1].save(rollouts / f"step_{number}" / f"rank_{mesh.dp_rank}.safetensors")
+        rollout, ahead = ahead[0], ahead[1:]
+        sampling_ended = perf_counter()
 
         # (2) advantages: better or worse than the other answers to the same prompt?
-        rollout = rollout.replace(advantages=make_advantages(rollout, config, mesh))
+        rollout = look_again(policy, rollout, config, first_token, config.microbatch_size, config.temperature, mesh)
+        rollout = rollout.replace(advantages=make_advantages(rollout, config, max_new_tokens, mesh))
 
         # (3) log-probs under the frozen reference
         if config.kl_coef > 0:
@@ -185,7 +195,8 @@ def main(config: Config) -> None:
         updates = []
         for minibatch in leave_out(rollout, config).minibatches(config.minibatches, config.epochs):
             mode, mask = config.aggregate, minibatch.action_mask
-            minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
+            minibatch = weigh(minibatch, config, config.seed, mesh).replace(
+                prompt_tokens=prompt_tokens(mask, minibatch.group))
             total = loss_total(mode, mask, mesh, minibatch.group, config.constant_length or max_new_tokens)
 
             def loss_fn(out: Output, mb: Rollout, mode=mode, total=total):
@@ -207,8 +218,8 @@ def main(config: Config) -> None:
         metrics = rollout_metrics(rollout, mesh) | update_metrics(updates) | {
             "lr": lr,
             "skipped_steps": guard.skipped,
-            "time/rollout": sampled - began,
-            "time/update": seconds - (sampled - began),
+            "time/rollout": sampling_ended - began,
+            "time/update": seconds - (sampling_ended - began),
         }
         metrics["time/tokens_per_second"] = metrics["tokens"] / seconds
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):

@@ -8,7 +8,8 @@ that every answer can be listed, and every group of answers. It writes up to two
 
 So the expected update of a recipe is a finite sum, each group's gradient times its probability, and is compared with
 the gradient of the expected reward, which is a finite sum as well. A recipe is called through the code that trains:
-`make_advantages`, `leave_out`, `recipe_loss`, `aggregate`. The old policy is the policy: the first update on a rollout.
+`make_advantages`, `leave_out`, `weigh`, `recipe_loss`, `aggregate`. The old policy is the policy, as in the first
+update on a rollout.
 
     scale     expected update = scale x gradient + rest; Adam does not care about it
     cosine    between the two: 1, the update points where the reward grows fastest
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from minirl.config import UserError, run
 from minirl.losses import aggregate, loss_total, prompt_tokens
-from minirl.recipes import RECIPES, RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss
+from minirl.recipes import RECIPES, RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss, weigh
 from minirl.rollout import Rollout
 
 A, B, END = range(3)
@@ -91,19 +92,25 @@ def groups_of(logprobs: Tensor, size: int) -> list[tuple[tuple[int, ...], float]
 
 
 def as_rollout(members: tuple[int, ...], world: World, logprobs: Tensor) -> Rollout:
-    """One prompt and its answers, as `collect` would return them."""
+    """One prompt and its answers, as `collect` and `look_again` would return them. An answer is as likely without the
+    prompt, for there is but one; and the sampler agrees with the trainer."""
     index = torch.tensor(members)
+    states = world.theta.view(3, 3).log_softmax(1)
+    entropy = -(states.exp() * states).sum(1)  # (3,) of each state
+    entropy = torch.tensor([[entropy[0], entropy[1 + ANSWERS[i][0]] if len(ANSWERS[i]) > 1 else 0] for i in members],
+                           dtype=torch.float64)
     lengths = torch.tensor([len(ANSWERS[i]) for i in members])
     tokens = torch.tensor([[0, *ANSWERS[i], *[END] * (LIMIT - len(ANSWERS[i]))] for i in members])
     return Rollout(tokens=tokens, action_mask=torch.arange(LIMIT) < lengths[:, None], lengths=lengths + 1,
                    group=torch.zeros(len(members), dtype=torch.int64), sample_ids=torch.arange(len(members)),
-                   old_logprobs=logprobs[index], finished=torch.tensor([ANSWERS[i][-1] == END for i in members]),
+                   old_logprobs=logprobs[index], sampler_logprobs=logprobs[index], alone_logprobs=logprobs[index],
+                   old_entropy=entropy, finished=torch.tensor([ANSWERS[i][-1] == END for i in members]),
                    rewards=world.rewards[index])
 
 
 def update(rollout: Rollout, recipe: RecipeOptions) -> Tensor:
     """(G, 2): what one gradient step adds to the log-prob of each token, minus the gradient of the loss."""
-    rollout = leave_out(rollout.replace(advantages=make_advantages(rollout, recipe)), recipe)
+    rollout = weigh(leave_out(rollout.replace(advantages=make_advantages(rollout, recipe, LIMIT)), recipe), recipe, 0)
     mask, mode, logprobs = rollout.action_mask, recipe.aggregate, rollout.old_logprobs.clone().requires_grad_()
     loss, _ = recipe_loss(logprobs, rollout, recipe)
     total = loss_total(mode, mask, group=rollout.group, constant_length=recipe.constant_length or LIMIT)

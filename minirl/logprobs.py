@@ -98,38 +98,41 @@ def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature
 
 @torch.no_grad()
 def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0,
-                     mesh: Mesh | None = None) -> Tensor:
+                     mesh: Mesh | None = None, entropy: bool = False) -> Tensor | Output:
     """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
-
 
     In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
+    entropy=True : an Output(logprobs, entropy)
     """
-    return _of_rollout("logprobs", model, rollout, microbatch_size, temperature, mesh)
+    names = ["logprobs", "entropy"] if entropy else ["logprobs"]
+    result = Output(*_of_rollout(model, rollout, microbatch_size, temperature, mesh, names))
+    return result if entropy else result.logprobs
 
 
 @torch.no_grad()
 def rollout_values(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
     """The scores of a reward model or critic, likewise: (B, S); column s has read tokens[:, : s + 1]."""
-    return _of_rollout("values", model, rollout, microbatch_size, 1.0, mesh)
+    return _of_rollout(model, rollout, microbatch_size, 1.0, mesh, ["values"])[0]
 
 
-def _of_rollout(what: str, model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float,
-                mesh: Mesh | None) -> Tensor:
-    """One of the tensors of an Output."""
+def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float, mesh: Mesh | None,
+                names: list[str]) -> list[Tensor]:
     from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
     from minirl.parallel.zero import gathered
 
     cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
-    result = None
+    results: dict[str, Tensor] = {}
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            piece = getattr(output_here(model, part.tokens, temperature, part.documents, cp_group=cp_group), what)
-            piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
-            result = piece.new_zeros(rollout.action_mask.shape) if result is None else result
-            result[index, : piece.shape[1]] = piece
-    return result if model.pipeline is None else model.pipeline.from_last(result)
+            out = output_here(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group)
+            for name in names:
+                piece = getattr(out, name)
+                piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
+                whole = results.setdefault(name, piece.new_zeros(rollout.action_mask.shape))
+                whole[index, : piece.shape[1]] = piece
+    return [x if model.pipeline is None else model.pipeline.from_last(x) for x in results.values()]
 
 
 def shift_mask(token_mask: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -14,19 +14,34 @@ A row says only what differs from the row `default`. A variant of your own is a 
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirl.advantages import constant_groups, group_advantages
+from minirl.advantages import Baseline, Scale, constant_groups, group_advantages
 from minirl.config import UserError, check_not_negative, check_positive
+from minirl.credit import amplify, grpo_s_rewards, gtpo_advantages, ucpo_advantages
 from minirl.gae import whiten
-from minirl.losses import bounded_expm1, kl_estimate
-from minirl.policy_loss import check_pair, policy_loss
+from minirl.generate import uniform
+from minirl.logprobs import rollout_logprobs
+from minirl.losses import Mode, bounded_expm1, kl_estimate, row_sum
+from minirl.policy_loss import Ratio, Surrogate, check_pair, policy_loss
+from minirl.rewards import overlong_penalty
+from minirl.shaping import (
+    answer_alone,
+    cosine_length_reward,
+    kimi_length_reward,
+    put_back,
+    repetition_penalty,
+    self_aligned_reward,
+)
+from minirl.token_weights import Mismatch, clip_cov, covariance, mismatch_weight, off_policy_keep, top_tokens
 
 if TYPE_CHECKING:
+    from minirl.model import Transformer
     from minirl.parallel.mesh import Group, Mesh
     from minirl.rollout import Rollout
 
@@ -35,30 +50,50 @@ if TYPE_CHECKING:
 class RecipeOptions:
     # recipe: a column that is not given is that of the row; `python -m minirl.recipes` prints the rows
     recipe: str = "default"  # which row
+    # additions to the reward
+    overlong: float | None = None  # share of the longest answer in which a penalty grows to -1; 0: none
+    length_reward: Literal["none", "kimi", "cosine"] | None = None  # against the group's lengths, or the limit
+    length_coef: float | None = None  # its weight
+    repetition_coef: float | None = None  # price of an answer that repeats all its n-grams of three tokens
+    sar_coef: float | None = None  # weight of the self-aligned reward: how much likelier the prompt makes the answer
     # advantages
-    baseline: Literal["mean", "leave-one-out", "length", "none"] | None = None  # what a reward is compared with
-    advantage_scale: Literal["std", "batch", "none"] | None = None  # divide by the std of the group, the batch, nothing
+    baseline: Baseline | None = None  # what a reward is compared with
+    advantage_scale: Scale | None = None  # divide by the std of the group, the batch, nothing
     std_ddof: Literal[0, 1] | None = None  # 1: that std divides by one less than the number of samples
-    whiten: bool | None = None  # then give the advantages of the batch mean 0 and std 1
+    combine: Literal["sum", "separate"] | None = None  # add up rewards first, or the advantages of each (GDPO)
+    entropy_credit: Literal["none", "gtpo", "grpo-s"] | None = None  # more for tokens, or answers, of high entropy
+    ucpo_tau: float | None = None  # share of a group's positive advantage dealt out by rarity; 0: none
+    amplify: float | None = None  # factor of advantages above 0 whose reward is not full; 0: leave all as they are
+    whiten: bool | None = None  # at last give the advantages of the batch mean 0 and std 1
     # ratio
-    ratio: Literal["token", "sequence", "gspo-token", "product"] | None = None  # of a token, or of its whole answer
-    surrogate: Literal["clip", "unclipped", "weight", "soft", "geometric", "square", "reinforce"] | None = None  # what
-                                                        # is done with the ratio: minirl/policy_loss.py has the table
+    ratio: Ratio | None = None  # of a token, or of its whole answer: minirl/policy_loss.py has the table
+    surrogate: Surrogate | None = None  # what is done with the ratio: the table beside it
     eps_low: float | None = None  # a ratio below 1 - eps_low has no gradient when the advantage is negative
     eps_high: float | None = None  # a ratio above 1 + eps_high has no gradient when the advantage is positive
     dual_clip: float | None = None  # nor has a ratio above this one when the advantage is negative; 0: no such bound
     tau: float | None = None  # of "soft": how fast the gradient fades; of "square": the price of a nat
     tau_negative: float | None = None  # of "soft", where the advantage is negative
+    off_policy_gap: float | None = None  # drop a bad answer once the policy is so many nats a token below; 0: never
+    # weights of tokens
+    old_logprobs: Literal["sampler", "trainer"] | None = None  # as written down while sampling, or computed anew
+    mismatch: Mismatch | None = None  # what the difference of these two does: minirl/token_weights.py has the table
+    mismatch_low: float | None = None  # its lower bound
+    mismatch_high: float | None = None  # its upper bound
+    top_entropy: float | None = None  # share of the batch's tokens that learn, those of the highest entropy
+    cov: Literal["none", "kl", "clip"] | None = None  # hold, or leave out, tokens that cost the most entropy
+    cov_share: float | None = None  # which share of the tokens
+    cov_coef: float | None = None  # price of a nat that a held token moves
     # KL
     kl_coef: float | None = None  # weight of KL(policy || reference); 0: no reference model
     kl_kind: Literal["k1", "k2", "k3"] | None = None  # its estimator
     kl_ratio: bool | None = None  # weigh it by the ratio of the token, as old samples need it
     # sum
-    aggregate: Literal["token", "sequence", "prompt", "constant"] | None = None  # how the tokens' losses are weighed
+    aggregate: Mode | None = None  # how the tokens' losses are weighed
     constant_length: int | None = None  # of "constant": divide by rows x this many tokens; 0: the longest answer
     # filters
     mask_truncated: bool | None = None  # answers cut at the limit count in the baseline and are not trained on
     mask_constant: bool | None = None  # nor are groups of equal rewards, by the KL term or in the number of tokens
+    resample: int | None = None  # rounds of sampling after the first, until all groups have unequal rewards
 
 
 class Row(NamedTuple):
@@ -74,10 +109,15 @@ def row(source: str, idea: str, **options) -> Row:
 TABLE = {
     "default": row(
         "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash",
-        baseline="mean", advantage_scale="std", std_ddof=0, whiten=False,
+        overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
+        baseline="mean", advantage_scale="std", std_ddof=0, combine="sum", entropy_credit="none", ucpo_tau=0.0,
+        amplify=0.0, whiten=False,
         ratio="token", surrogate="clip", eps_low=0.2, eps_high=0.2, dual_clip=0.0, tau=1.0, tau_negative=1.0,
+        off_policy_gap=0.0,
+        old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, top_entropy=1.0,
+        cov="none", cov_share=0.0002, cov_coef=1.0,
         kl_coef=0.001, kl_kind="k3", kl_ratio=False, aggregate="token", constant_length=0,
-        mask_truncated=False, mask_constant=False),
+        mask_truncated=False, mask_constant=False, resample=0),
 
     # ---- how tokens are summed, what the advantage is divided by
     "grpo": row(
@@ -91,9 +131,9 @@ TABLE = {
         "the answer's length (it forgives long wrong answers)",
         advantage_scale="none", aggregate="constant", kl_coef=0.0),
     "dapo": row(
-        "2503.14476 eq. 8-13", "room above the clip for rare tokens, every token alike, no KL. The sum over the batch "
-        "is its code's; eq. 8 sums over a prompt: --aggregate prompt",
-        eps_high=0.28, kl_coef=0.0),
+        "2503.14476 eq. 8-13", "room above the clip for rare tokens, every token alike, no KL, groups without variance "
+        "sampled again (at most 4 times is ours), a soft end. It sums as its code does; eq. 8 is --aggregate prompt",
+        eps_high=0.28, kl_coef=0.0, resample=4, overlong=0.2),
     "luspo": row(
         "2602.05261", "GSPO without its division by length: the sum over a row's tokens, then the mean over rows",
         ratio="sequence", eps_low=3e-4, eps_high=4e-4, kl_coef=0.0, aggregate="constant", constant_length=1),
@@ -136,7 +176,57 @@ TABLE = {
         dual_clip=4.0),
     "kimi": row(
         "2501.12599 eq. 3", "rewards are regressed on log-ratios of whole answers: mirror descent. tau is ours",
-        advantage_scale="none", ratio="product", surrogate="square", tau=0.5, kl_coef=0.0, aggregate="sequence"),
+        advantage_scale="none", ratio="product", surrogate="square", tau=0.5, kl_coef=0.0, aggregate="sequence",
+        length_reward="kimi"),
+
+    # ---- the reward
+    "sar": row(
+        "2509.05489", "answers that the question makes likely gain: short and to the point, not text that fits any",
+        sar_coef=0.2),
+    "cosine": row(
+        "2502.03373 eq. 1", "right answers should be short, wrong ones go on thinking; no repetition (recalled)",
+        length_reward="cosine", repetition_coef=0.5),
+    "gdpo": row(
+        "2601.05242", "each reward is made an advantage by itself, so that it shows which one was earned",
+        combine="separate", length_reward="kimi", std_ddof=1, whiten=True, kl_coef=0.0),
+
+    # ---- the advantage
+    "ucpo": row(
+        "2605.00365", "the same gain for a group's right answers, more of it for the rare ones: keeps them apart",
+        ucpo_tau=0.2, std_ddof=1, kl_coef=0.0),
+    "gtpo": row(
+        "2508.04349", "tokens of high entropy gain in right answers, lose less in wrong ones; sure tokens of right "
+        "answers end below 0",
+        entropy_credit="gtpo", kl_coef=0.0),
+    "grpo_s": row(
+        "2508.04349", "answers of high entropy have a higher reward (the form is recalled)",
+        entropy_credit="grpo-s", kl_coef=0.0),
+    "r3l": row(
+        "2601.03715", "better than the mean, but not perfect, counts three times; no std, no ratio. Its retries from a "
+        "pivot are a sampler's, and not here",
+        advantage_scale="none", amplify=3.0, surrogate="reinforce", kl_coef=0.0),
+
+    # ---- the weight of a token
+    "top_entropy": row(
+        "2506.01939", "one token in five learns, where the policy was least sure: forks, not the words between them",
+        top_entropy=0.2, eps_high=0.28, kl_coef=0.0),
+    "kl_cov": row(
+        "2505.22617", "tokens that cost the most entropy may not move; no clip",
+        surrogate="unclipped", cov="kl", kl_coef=0.0),
+    "clip_cov": row(
+        "2505.22617", "some of the tokens that cost the most entropy do not learn",
+        cov="clip", kl_coef=0.0),
+    "tis": row(
+        "truncated importance sampling; verl, TRL", "samples that another engine drew weigh by how likely they are "
+        "here, at most twice",
+        old_logprobs="trainer", mismatch="tis", mismatch_high=2.0),
+    "icepop": row(
+        "2510.18855", "and those that the two disagree about do not count",
+        old_logprobs="trainer", mismatch="icepop", mismatch_low=0.5, mismatch_high=5.0),
+    "deepseek_v32": row(
+        "2512.02556", "bad answers that the policy has left long ago are dropped, the KL is weighed by the ratio. The "
+        "gap is ours",
+        off_policy_gap=0.5, kl_ratio=True, aggregate="sequence"),
 
     # ---- whole systems
     "deepswe": row(
@@ -164,23 +254,86 @@ def fill_in(config: RecipeOptions) -> None:
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
     check_pair(config.ratio, config.surrogate)
-    check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length")
-    check_positive(config, "tau", "tau_negative")
+    check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length", "overlong",
+                       "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low", "cov_coef",
+                       "resample")
+    check_positive(config, "tau", "tau_negative", "mismatch_high", "top_entropy", "cov_share")
+    for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share"):
+        if getattr(config, name) > 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: a share lies between 0 and 1")
+    if config.mismatch != "none" and config.old_logprobs == "sampler":
+        raise UserError(f"--mismatch {config.mismatch} corrects for what sampler and trainer disagree about, which the "
+                        "ratio of --old-logprobs sampler does already: use --old-logprobs trainer")
     if 0 < config.dual_clip <= 1 + config.eps_high:
         raise UserError(f"--dual-clip {config.dual_clip}: a bound on large ratios lies above 1 + eps_high; 0: none")
 
 
-# ---- what the columns mean ----
+# ---- what the columns mean, in the order in which a step needs them ----
 
-def make_advantages(rollout: Rollout, config: RecipeOptions, mesh: Mesh | None = None) -> Tensor:
+def look_again(policy: Transformer, rollout: Rollout, config: RecipeOptions, first_token: int, microbatch_size: int,
+               temperature: float, mesh: Mesh | None = None) -> Rollout:
+    """The rollout with what the policy, before its first update on it, says of it: as far as some column asks.
+
+    first_token : what stands before an answer without its prompt: BOS, or where there is none EOS
+    """
+    measure = (microbatch_size, temperature, mesh)
+    if config.old_logprobs == "trainer" or config.entropy_credit != "none" or config.top_entropy < 1:
+        logprobs, entropy, *_ = rollout_logprobs(policy, rollout, *measure, entropy=True)
+        rollout = rollout.replace(old_entropy=entropy)
+        if config.old_logprobs == "trainer":
+            rollout = rollout.replace(sampler_logprobs=rollout.old_logprobs, old_logprobs=logprobs)
+    if config.sar_coef:
+        alone = rollout_logprobs(policy, answer_alone(rollout, first_token), *measure)
+        rollout = rollout.replace(alone_logprobs=put_back(alone, rollout.action_mask))
+    return rollout
+
+
+def rewards_of(rollout: Rollout, config: RecipeOptions, limit: int) -> list[tuple[float, Tensor]]:
+    """(weight, reward (B,)) of the task and of all that is added to it. `limit`: tokens of the longest answer."""
+    lengths, right = rollout.action_mask.sum(1), rollout.rewards >= 1
+    rewards = [(1.0, rollout.rewards)]
+    if cache := int(config.overlong * limit):
+        rewards.append((1.0, overlong_penalty(lengths, limit, cache)))
+    if config.length_reward == "kimi":
+        rewards.append((config.length_coef, kimi_length_reward(lengths, right, rollout.group)))
+    elif config.length_reward == "cosine":
+        rewards.append((config.length_coef, cosine_length_reward(lengths, right, limit)))
+    if config.repetition_coef:
+        rewards.append((config.repetition_coef, repetition_penalty(rollout.tokens, rollout.action_mask)))
+    if config.sar_coef:
+        rewards.append((config.sar_coef, self_aligned_reward(rollout.alone_logprobs, rollout.old_logprobs,
+                                                             rollout.action_mask)))
+    return [(weight, reward.to(rollout.rewards.dtype)) for weight, reward in rewards]
+
+
+def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: Mesh | None = None) -> Tensor:
     """(B, 1) or (B, S): how much better than expected each answer, or each of its tokens, was."""
-    advantages = group_advantages(rollout.rewards, rollout.group, config.advantage_scale, config.std_ddof,
-                                  baseline=config.baseline, lengths=rollout.action_mask.sum(1), mesh=mesh)
-    if not config.whiten:
-        return advantages
-    # One number a row counts as one, not once for each token: verl weighs long rows more here.
-    counted = rollout.action_mask if advantages.shape[1] > 1 else torch.ones_like(advantages, dtype=torch.bool)
-    return whiten(advantages, counted, mesh)
+    mask, group, right = rollout.action_mask, rollout.group, rollout.rewards >= 1
+    lengths = mask.sum(1)
+
+    def relative(rewards: Tensor) -> Tensor:
+        return group_advantages(rewards, group, config.advantage_scale, config.std_ddof, baseline=config.baseline,
+                                lengths=lengths, mesh=mesh)
+
+    weighed = rewards_of(rollout, config, limit)
+    rewards = sum(weight * reward for weight, reward in weighed)
+    if config.entropy_credit == "grpo-s":
+        rewards = grpo_s_rewards(rewards, rollout.old_entropy, mask, group)
+    if config.combine == "separate":
+        advantages = sum(weight * relative(reward) for weight, reward in weighed)
+    elif config.entropy_credit == "gtpo":
+        advantages = gtpo_advantages(right, rollout.old_entropy, mask, group)
+    else:
+        advantages = relative(rewards)
+    if config.amplify:
+        advantages = amplify(advantages, rewards, config.amplify)
+    if config.ucpo_tau:
+        mean_logprobs = row_sum(rollout.old_logprobs, mask) / lengths.clamp(min=1)
+        advantages = ucpo_advantages(advantages, right, mean_logprobs, group, config.ucpo_tau)
+    if config.whiten:
+        # One number a row counts as one, not once for each token: verl weighs long rows more here.
+        advantages = whiten(advantages, mask if advantages.shape[1] > 1 else torch.ones_like(advantages).bool(), mesh)
+    return advantages.to(rollout.rewards.dtype)
 
 
 def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
@@ -194,6 +347,27 @@ def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
     return rollout.replace(action_mask=mask)
 
 
+def weigh(minibatch: Rollout, config: RecipeOptions, seed: int, mesh: Mesh | None = None) -> Rollout:
+    """The rows of one update with the weights of their tokens, and prices for moving, where a column asks for them."""
+    mask, weights, anchors = minibatch.action_mask, [], None
+    if config.mismatch != "none":
+        weights.append(mismatch_weight(minibatch.old_logprobs, minibatch.sampler_logprobs, mask, config.mismatch,
+                                       config.mismatch_low, config.mismatch_high))
+    if config.top_entropy < 1:
+        weights.append(top_tokens(minibatch.old_entropy, mask, config.top_entropy, mesh))
+    if config.cov != "none":
+        cov = covariance(minibatch.advantages, minibatch.old_logprobs, mask, mesh)
+        if config.cov == "kl":
+            anchors = config.cov_coef * top_tokens(cov, mask, config.cov_share, mesh)
+        else:
+            columns = torch.arange(mask.shape[1], device=mask.device)
+            noise = uniform(seed + 1, minibatch.sample_ids[:, None], columns)  # the token itself was drawn with `seed`
+            weights.append(clip_cov(cov, mask, noise, config.cov_share, mesh=mesh))
+    if weights:
+        minibatch = minibatch.replace(weights=math.prod(w.to(minibatch.old_logprobs.dtype) for w in weights))
+    return minibatch if anchors is None else minibatch.replace(anchors=anchors)
+
+
 def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
                 cp_group: Group | None = None) -> tuple[Tensor, Tensor]:
     """(loss of each token, unreduced; where a bound takes its gradient away): (B, S) both.
@@ -204,6 +378,14 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
         logprobs, mb.old_logprobs, mb.advantages, mb.action_mask, ratio=config.ratio, surrogate=config.surrogate,
         eps_low=config.eps_low, eps_high=config.eps_high, dual_clip=config.dual_clip, tau=config.tau,
         tau_negative=config.tau_negative, row_tokens=mb.row_tokens, cp_group=cp_group)
+    if mb.weights is not None:
+        loss = loss * mb.weights
+    if config.off_policy_gap:
+        tokens = mb.action_mask.sum(1) if mb.row_tokens is None else mb.row_tokens
+        gap = row_sum(mb.old_logprobs - logprobs.detach(), mb.action_mask, cp_group) / tokens.clamp(min=1)
+        loss = loss * off_policy_keep(mb.advantages, gap[:, None], config.off_policy_gap)
+    if mb.anchors is not None:
+        loss = loss + mb.anchors * (logprobs - mb.old_logprobs).abs()
     if mb.ref_logprobs is not None:
         kl = kl_estimate(logprobs, mb.ref_logprobs, config.kl_kind)
         if config.kl_ratio:

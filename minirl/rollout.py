@@ -46,6 +46,11 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, S) nats
     values: Tensor | None = None  # (B, S) from the critic, at sampling time
     returns: Tensor | None = None  # (B, S) what the critic should have said
+    sampler_logprobs: Tensor | None = None  # (B, S) nats, as drawn, where old_logprobs are the trainer's own
+    old_entropy: Tensor | None = None  # (B, S) nats, under the policy before its first update on these rows
+    alone_logprobs: Tensor | None = None  # (B, S) nats, of the answer without its prompt
+    weights: Tensor | None = None  # (B, S) factor of each token's policy loss
+    anchors: Tensor | None = None  # (B, S) price of each token's |logprobs - old_logprobs|, in nats
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to
     row_tokens: Tensor | None = None  # (B,) int64: action tokens of the whole row, where there are only some columns

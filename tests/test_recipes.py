@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import train_grpo
 from minirl.advantages import group_advantages
 from minirl.config import UserError, cli
+from minirl.gae import whiten
 from minirl.metrics import read_metrics
 from minirl.recipes import (
     COLUMNS,
@@ -25,6 +26,8 @@ from minirl.recipes import (
     leave_out,
     make_advantages,
     recipe_loss,
+    rewards_of,
+    weigh,
 )
 from minirl.rollout import Rollout
 
@@ -44,14 +47,16 @@ def rollout_of(rewards, group, lengths=None, finished=None, width=4, dtype=torch
     mask = torch.arange(width) < lengths[:, None]
     return Rollout(tokens=torch.zeros(n, width + 1, dtype=torch.int64), action_mask=mask, lengths=lengths + 1,
                    group=torch.tensor(group), sample_ids=torch.arange(n),
-                   old_logprobs=torch.where(mask, -1.0, 0.0).to(dtype),
+                   **{name: torch.where(mask, -1.0, 0.0).to(dtype) for name in
+                      ("old_logprobs", "sampler_logprobs", "alone_logprobs")},
+                   old_entropy=torch.where(mask, 0.5, 0.0).to(dtype),
                    finished=torch.tensor(finished or [True] * n), rewards=torch.tensor(rewards, dtype=dtype))
 
 
 def advantages(recipe, rewards, group=None, **kwargs):
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in COLUMNS}
     group = group or [0] * len(rewards)
-    return make_advantages(rollout_of(rewards, group, **kwargs), Options(recipe, **options))[:, 0].tolist()
+    return make_advantages(rollout_of(rewards, group, **kwargs), Options(recipe, **options), 100)[:, 0].tolist()
 
 
 # ---- the table ----
@@ -82,9 +87,10 @@ def test_a_flag_overrides_a_row_also_with_the_value_of_the_default():
 
 
 def test_what_cannot_be_is_refused_in_one_line():
-    for options, text in ((dict(recipe="gpso"), "did you mean gspo"), (dict(recipe="qqqq"), "there are default, grpo"),
+    for options, text in ((dict(recipe="rolo"), "did you mean rloo"), (dict(recipe="qqqq"), "there are default, grpo"),
                           (dict(recipe="kimi", ratio="token"), "use product"), (dict(eps_low=-1.0), "--eps-low"),
-                          (dict(tau=0.0), "--tau"), (dict(dual_clip=1.1), "--dual-clip")):
+                          (dict(tau=0.0), "--tau"), (dict(dual_clip=1.1), "--dual-clip"),
+                          (dict(mismatch="tis"), "--old-logprobs trainer"), (dict(top_entropy=1.5), "--top-entropy")):
         with pytest.raises(UserError, match=text) as error:
             Options(**options)
         assert "\n" not in str(error.value)
@@ -118,7 +124,10 @@ def test_a_constant_group_teaches_nothing_unless_it_is_compared_with_the_batch()
     assert advantages("reinforce_pp", [1.0, 1.0]) == [0, 0]  # all alike: nothing, and not 0 / 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+ABSOLUTE = ("kimi", "cosine", "gdpo", "ucpo", "gtpo", "r3l")  # to these it matters that 1 is right
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ABSOLUTE])
 def test_an_offset_of_all_rewards_changes_no_advantage_and_of_a_group_only_where_there_are_none(recipe):
     rewards, group, lengths = [1.0, 0, 0.5, 0, 0, 1], [0, 0, 0, 1, 1, 1], [1, 2, 3, 4, 3, 2]
     want = advantages(recipe, rewards, group, lengths=lengths)
@@ -126,6 +135,37 @@ def test_an_offset_of_all_rewards_changes_no_advantage_and_of_a_group_only_where
     if recipe not in ("reinforce_pp", "scalerl"):  # scalerl's std is that of the batch
         moved = [r + 10 * g for r, g in zip(rewards, group)]
         assert advantages(recipe, moved, group, lengths=lengths) == pytest.approx(want)
+
+
+def test_gdpo_can_tell_which_reward_was_earned():
+    """Two rewards, [1, 0, 0, 0] and [0, 0, 1, 1]: on their sum, the first answer and the last two are alike."""
+    rewards = torch.tensor([1.0, 0, 0, 0]).double(), torch.tensor([0.0, 0, 1, 1]).double()
+    group, ones = torch.zeros(4).long(), torch.ones(4, 1, dtype=torch.bool)
+    apart = sum(group_advantages(reward, group, ddof=1) for reward in rewards)
+    assert whiten(apart, ones)[:, 0].tolist() == pytest.approx([0.796225, -1.715627, 0.459701, 0.459701], abs=1e-4)
+    together = group_advantages(sum(rewards), group, ddof=1)[:, 0]
+    assert together.tolist() == pytest.approx([0.5, -1.5, 0.5, 0.5])
+
+
+def test_gdpo_makes_an_advantage_of_each_reward():
+    rollout = rollout_of([1.0, 0, 1, 0], [0] * 4, lengths=[1, 2, 3, 4])
+    options = Options("gdpo")
+    (w1, task), (w2, length) = rewards_of(rollout, options, 100)
+    apart = [group_advantages(r, rollout.group, ddof=1) for r in (task, length)]
+    want = whiten(w1 * apart[0] + w2 * apart[1], torch.ones(4, 1, dtype=torch.bool))
+    assert_close(make_advantages(rollout, options, 100), want)
+
+
+def test_what_is_added_to_the_reward_and_that_the_tasks_own_stays():
+    rollout = rollout_of([1.0, 0, 1, 0], [0, 0, 1, 1], lengths=[2, 4, 3, 4])
+    overlong = rewards_of(rollout, Options("dapo"), 5)
+    assert [w for w, _ in overlong] == [1, 1] and overlong[1][1].tolist() == [0, 0, 0, 0]  # 5 tokens are the last fifth
+    assert rewards_of(rollout, Options("dapo", overlong=0.5), 4)[1][1].tolist() == [0, -1, -0.5, -1]
+    assert len(rewards_of(rollout, Options("dapo"), 4)) == 1  # a fifth of 4 tokens is none
+    assert [w for w, _ in rewards_of(rollout, Options("kimi"), 4)] == [1, 0.5]
+    assert rewards_of(rollout, Options("cosine"), 4)[2][1].tolist() == pytest.approx([0, -0.5, 0, -0.5])
+    assert rewards_of(rollout, Options("sar"), 4)[1] [1].tolist() == [0] * 4  # as likely without the prompt
+    assert rollout.rewards.tolist() == [1, 0, 1, 0]
 
 
 def test_trl_divides_by_the_std_of_the_batch_likewise(shared):
@@ -142,7 +182,7 @@ def test_trl_divides_by_the_std_of_the_batch_likewise(shared):
 def test_deepswe_compares_with_cut_answers_and_does_not_train_on_them():
     rollout = rollout_of([1.0, 0, 0, 0], [0] * 4, finished=[True, True, False, True])
     options = Options("deepswe")
-    rollout = rollout.replace(advantages=make_advantages(rollout, options))
+    rollout = rollout.replace(advantages=make_advantages(rollout, options, 100))
     kept = leave_out(rollout, options)
     assert (kept.advantages[:, 0] * kept.action_mask.any(1)).tolist() == pytest.approx([1, -1 / 3, 0, -1 / 3])
     assert rollout.action_mask.all()  # the rollout itself keeps its mask: metrics count all
@@ -164,6 +204,47 @@ def test_the_kl_term_can_be_weighed_by_the_ratio():
     for ratio, want in ((False, k3), (True, k3 * 2.718281828459045**0.2)):
         loss, _ = recipe_loss(now, rollout, Options(kl_coef=0.1, kl_ratio=ratio))
         assert loss[0, 0].item() == pytest.approx(0.1 * want)
+
+
+def test_weights_multiply_the_policy_loss_and_not_the_kl_term():
+    rollout = rollout_of([1.0, 0], [0, 0], width=2).replace(advantages=torch.tensor([[1.0], [-1.0]]).double())
+    rollout = rollout.replace(sampler_logprobs=rollout.old_logprobs - torch.tensor([[1.0, 0], [0, -1]]).double())
+    options = Options("tis", kl_coef=1.0)
+    weighed = weigh(rollout, options, 0)
+    assert weighed.weights.flatten().tolist() == pytest.approx([2, 1, 1, 0.367879], abs=1e-6)
+    loss, _ = recipe_loss(rollout.old_logprobs, weighed, options)
+    assert loss.flatten().tolist() == pytest.approx([-2, -1, 1, 0.367879], abs=1e-6)
+    with_kl, _ = recipe_loss(rollout.old_logprobs, weighed.replace(ref_logprobs=rollout.old_logprobs + 0.5), options)
+    assert_close(with_kl - loss, torch.full((2, 2), 0.148721).double(), atol=1e-6, rtol=0)
+
+
+def test_kl_cov_holds_the_token_that_costs_the_most_entropy_and_clip_cov_leaves_it_out():
+    rollout = rollout_of([1.0, 1, 0, 0], [0] * 4, width=1).replace(
+        advantages=torch.tensor([[1.0], [1], [-1], [-1]]).double(),
+        old_logprobs=torch.tensor([[-0.1], [-2], [-0.2], [-2.5]]).double())
+    options = Options("kl_cov")
+    held = weigh(rollout, options, 0)
+    assert held.anchors[:, 0].tolist() == [0, 0, 0, 1]
+    loss, _ = recipe_loss(rollout.old_logprobs + 0.05, held, options)
+    assert loss[3, 0].item() == pytest.approx(1.101271, abs=1e-6)
+    assert loss[0, 0].item() == pytest.approx(-1.051271, abs=1e-6)
+    out = weigh(rollout, Options("clip_cov", cov_share=0.5), 0)
+    assert out.weights[:, 0].tolist() == [0, 1, 1, 0] and out.anchors is None
+
+
+def test_top_entropy_trains_the_share_of_tokens_where_the_policy_was_least_sure():
+    rollout = rollout_of([1.0, 0], [0, 0], width=5)
+    rollout = rollout.replace(old_entropy=torch.arange(10.0).view(2, 5), advantages=torch.ones(2, 1).double())
+    assert weigh(rollout, Options("top_entropy"), 0).weights.tolist() == [[0] * 5, [0, 0, 0, 1, 1]]
+    assert weigh(rollout, Options(), 0) is rollout
+
+
+def test_a_bad_answer_that_the_policy_has_left_does_not_train():
+    rollout = rollout_of([1.0, 0, 0], [0] * 3, width=2).replace(
+        advantages=torch.tensor([[1.0], [-1], [-1]]).double())
+    gaps = torch.tensor([[0.7, 0.7], [0.9, 0.5], [0.3, 0.3]]).double()
+    loss, _ = recipe_loss(rollout.old_logprobs - gaps, rollout, Options("deepseek_v32", off_policy_gap=0.5))
+    assert (loss != 0).all(1).tolist() == [True, False, True]
 
 
 # ---- every row trains ----
