@@ -30,7 +30,7 @@ def prompts(examples):
 def make(tmp_path):
     """make(name, **options) -> Env; gsm8k gets a file of 40 rows."""
     data = write_rows(tmp_path / "rows.jsonl", [row(1000 + number) for number in range(40)])
-    return lambda name, **options: make_env(name, data=data if name == "gsm8k" else "", **options)
+    return lambda name, **options: make_env(name, data=data if name.startswith("gsm8k") else "", **options)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -50,7 +50,7 @@ def test_the_expert_is_paid_when_its_solution_is_right_and_every_episode_ends(ma
             assert sum(rewards) == 1.0
         elif name == "calculator":
             assert sum(rewards) == float(len(example.solution) == 2), "the novice's estimates are not paid"
-        paid += sum(rewards)
+        paid += sum(rewards) >= 1
     assert 10 < paid <= 120
 
 
@@ -61,7 +61,7 @@ def test_a_problem_depends_on_seed_split_and_index_alone(make, name, split):
     env = make(name)
     assert env.sample(30, start=70, split=split) + env.sample(70, split=split) == whole[70:] + whole[:70]
     assert [env.sample(1, i, split)[0] for i in range(100)] == whole, "slices of ranks do not concatenate"
-    if name != "gsm8k" or split == "train":
+    if not name.startswith("gsm8k") or split == "train":
         assert make(name, seed=1).sample(100, split=split) != whole
 
 

@@ -8,13 +8,15 @@ from minirl.env.base import Env, Episode, Example, Step
 from minirl.env.calculator import Calculator, CalculatorError, calculate
 from minirl.env.countdown import countdown
 from minirl.env.gsm8k import GSM8K
+from minirl.env.gsm8k_calc import GSM8KCalc
 from minirl.env.lookup import lookup
 from minirl.env.programs import code
 from minirl.env.shop import shop
 
 MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown": countdown, "lookup": lookup,
         "shop": shop}  # make their own problems
-TASKS = (*sorted([*MADE, "gsm8k"]),)
+READ = {"gsm8k": GSM8K, "gsm8k_calc": GSM8KCalc}  # read them from files
+TASKS = (*sorted([*MADE, *READ]),)
 
 __all__ = [
     "GSM8K",
@@ -36,8 +38,8 @@ def make_env(name: str, data: str = "", eval_data: str = "", difficulty: int = 2
     if name not in TASKS:
         nearest = get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise UserError(f'task "{name}" is unknown, did you mean "{nearest}"? Tasks: {", ".join(TASKS)}')
-    if name == "gsm8k":
-        return GSM8K(data, eval_data, seed)
+    if name in READ:
+        return READ[name](data, eval_data, seed)
     if path := data or eval_data:
         raise UserError(f"task {name} makes its own problems: drop the file {path}, or choose --task gsm8k")
     return MADE[name](difficulty, seed)
