@@ -219,7 +219,8 @@ def test_what_was_not_measured_neither_passes_nor_fails():
 
 
 def test_remedies_name_flags_that_exist():
-    flags = {"--" + name.replace("_", "-") for config in (train_sft.Config, Config) for name in config.__annotations__}
+    flags = {"--" + name.replace("_", "-") for config in (train_sft.Config, Config)
+             for name in config.__dataclass_fields__}
     for check in CHECKS:
         words = check.remedy.replace("(", " ").replace(")", " ").replace(",", " ").replace(".", " ").split()
         assert {word for word in words if word.startswith("--")} <= flags

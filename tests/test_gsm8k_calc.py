@@ -33,8 +33,8 @@ def test_the_demonstration_is_calls_and_what_follows_and_results_are_not_learnt(
     assert example.solution == (" 12+7=<calc>12+7</calc>\n", "19\n2*19=<calc>2*19</calc>\n", "38\n#### 38")
     rollout = demonstrate(BYTES, env, [example])
     tokens, mask = rollout.tokens[0].tolist(), [False, *rollout.action_mask[0].tolist()]
-    assert BYTES.decode(tokens) == ("Question: train q0\nAnswer: 12+7=<calc>12+7</calc>\n19\n19\n2*19=<calc>2*19</calc>\n38\n"
-                                    "38\n#### 38")
+    assert BYTES.decode(tokens) == ("Question: train q0\nAnswer: 12+7=<calc>12+7</calc>\n19\n19\n"
+                                    "2*19=<calc>2*19</calc>\n38\n38\n#### 38")
     given = BYTES.decode([token for token, learnt in zip(tokens, mask, strict=True) if not learnt])
     assert given == "Question: train q0\nAnswer:19\n38\n", "the prompt and what the calculator wrote"
 

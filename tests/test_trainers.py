@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -22,7 +23,6 @@ from safetensors.torch import load_file, save_file
 
 import minirl.evaluate
 import minirl.options
-import minirl.plan
 import train_dpo
 import train_grpo
 import train_ppo
@@ -120,8 +120,13 @@ def test_every_option_has_a_line_of_help_and_help_shows_it_with_its_default(name
 
 
 def test_flags_named_in_the_docs_exist():
-    known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), minirl.evaluate, minirl.plan)
-             for field in dataclasses.fields(module.Config)}
+    commands = [importlib.import_module(".".join(file.relative_to(REPO).with_suffix("").parts))
+                for file in (REPO / "minirl").rglob("*.py") if '__name__ == "__main__"' in file.read_text()]
+    known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
+             for options in vars(module).values() if dataclasses.is_dataclass(options)
+             for field in dataclasses.fields(options)}
+    for module in commands:  # those that have several inputs use argparse themselves
+        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(module.__file__).read_text()))
     others = {"--metrics", "--out", "--nproc_per_node", "--standalone", "--help"}  # of plot and torchrun
     for page in (REPO / "docs").glob("*.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
