@@ -36,6 +36,7 @@ from minirl.checkpoint import (
 )
 from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.critic import add_value_head, open_critic, save_actor_critic, state_values
+from minirl.data.preferences import best_and_worst
 from minirl.env import make_env
 from minirl.env.loop import collect, fit_to_context
 from minirl.evaluate import critic_metrics, evaluate, rollout_metrics, sample_text, update_metrics
@@ -53,7 +54,7 @@ from minirl.logprobs import rollout_logprobs
 from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
 from minirl.losses import kl_estimate, loss_total, prompt_tokens, right_tokens, row_sum
 from minirl.metrics import MetricsLogger
-from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
+from minirl.optim import Learner, clip_gradients, learner, lr_at
 from minirl.options import (
     AdapterOptions,
     LayoutOptions,
@@ -64,9 +65,11 @@ from minirl.options import (
     prepare,
     spread,
 )
+from minirl.pairs import microbatches as pair_microbatches
+from minirl.pairs import pair_metrics
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
-from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss
-from minirl.reward_model import load_reward_model, score_rows
+from minirl.ppo import PPOOptions, critic_loss, fill_in, pair_loss, policy_loss
+from minirl.reward_model import load_reward_model, score_inputs, score_rows
 from minirl.rewards import missing_eos_penalty
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
@@ -130,7 +133,7 @@ def main(config: Config) -> None:
     replayed = share_of(Rollout.load(config.replay), mesh).to(mesh.device) if config.replay else None
 
     # ---- policy, critic, reward model and frozen reference
-    start_folder, critic_dir = open_run(config, mesh), Path(config.run_dir) / "critic"
+    start_folder, run_dir = open_run(config, mesh), Path(config.run_dir)
     init = start_folder or config.init or cold_start(config, mesh.is_main)
     if init is None:
         return  # stopped during the cold start, which --resume goes on with
@@ -145,52 +148,54 @@ def main(config: Config) -> None:
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
     reward_model = None
     if config.reward_model:
-        reward_model = load_reward_model(config.reward_model, tokenizer, dtype, mesh.device).requires_grad_(False)
-        reward_model = spread(reward_model, config, mesh, 3 if config.zero == 3 else 0)
+        of_run = start_folder and config.reward_model_every  # one that learns is part of the run
+        source = run_dir / "reward_model" / start_folder.name if of_run else config.reward_model
+        reward_model = load_reward_model(source, tokenizer, dtype, mesh.device)
+        reward_model = spread(reward_model.requires_grad_(config.reward_model_every > 0), config, mesh, config.zero)
     critic = policy
     if own_critic:
-        critic = open_critic(config, start_folder and critic_dir / start_folder.name, init, tokenizer, dtype, mesh)
+        saved = run_dir / "critic" / start_folder.name if start_folder else None
+        critic = open_critic(config, saved, init, tokenizer, dtype, mesh)
     if mesh.is_main:
         save_config(config, config.run_dir)
 
     # ---- optimizers
-    optimizer, guard = adamw(policy, config.lr, weight_decay=config.weight_decay), SkipCounter()
-    critic_optimizer, critic_guard, kl_coef = None, SkipCounter(), config.kl_coef
+    actor, kl_coef = learner(policy, config.lr, weight_decay=config.weight_decay), config.kl_coef
+    beside = {}  # what learns beside the policy, by the name of the folder of its checkpoints
     if own_critic:
-        critic_optimizer = adamw(critic, config.critic_lr, weight_decay=config.weight_decay)
+        beside["critic"] = learner(critic, config.critic_lr, weight_decay=config.weight_decay)
+    if config.reward_model_every:
+        beside["reward_model"] = learner(reward_model, config.reward_lr)
 
     def save(step: int) -> None:
-        """The critic first, and one more of it: whatever the policy's newest checkpoint is, its critic is there."""
-        if own_critic:
-            state = {"step": step, "skipped": critic_guard.skipped, "skipped_in_a_row": critic_guard.in_a_row}
-            save_checkpoint(critic_dir, step, critic, tokenizer, critic_optimizer.state_tensors() if step else {},
-                            state, config.keep + 1, 0, save_policy, mesh)
-        tensors = optimizer.state_tensors() | rng_tensors() if step else {}
-        state = {"step": step, "kl_coef": kl_coef, "skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
-        save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, 0,
+        """The policy last, and one less of it: whatever its newest checkpoint is, those of the others are there."""
+        for name, other in beside.items():
+            tensors = other.optimizer.state_tensors() if step else {}
+            save_checkpoint(run_dir / name, step, other.model, tokenizer, tensors, other.state(), config.keep + 1, 0,
+                            save_policy, mesh)
+        tensors = actor.optimizer.state_tensors() | rng_tensors() if step else {}
+        state = {"step": step, "kl_coef": kl_coef} | actor.state()
+        save_checkpoint(run_dir, step, policy, tokenizer, tensors, state, config.keep, 0,
                         save_actor_critic if policy.value_head else save_policy, mesh)
 
     if start_folder is None:  # step_0 is kept for good: it is the reference of a resumed run
         save(0)
     ref_policy = None
     if config.kl_coef > 0 and not config.lora_rank:  # with adapters the base is the reference: no second copy
-        ref_policy = open_reference(Path(config.run_dir) / "step_0", dtype, config, mesh)
+        ref_policy = open_reference(run_dir / "step_0", dtype, config, mesh)
 
     # ---- resume
     start = 0
     torch.manual_seed(config.seed)  # forget what the cold start drew: a run resumed at step_0 has not drawn it
     if start_folder and start_folder.name != "step_0":  # before the first update there is no state to restore
         tensors, state = load_checkpoint(start_folder, policy, mesh)
-        optimizer.load_state_tensors(restore_rng(tensors))
-        start, guard = state["step"], SkipCounter(state["skipped"], state["skipped_in_a_row"])
-        kl_coef = state["kl_coef"]
-        if own_critic:
-            tensors, state = load_checkpoint(critic_dir / start_folder.name, critic, mesh)
-            critic_optimizer.load_state_tensors(tensors)
-            critic_guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
-    columns = ["reward_mean", "score_mean"] if config.reward_model else ["reward_mean"]
-    columns += ["explained_variance", "value_loss"] if has_critic else []
-    columns += ["approx_kl", "clip_frac", "kl_ref", "entropy", "response_length", "grad_norm", "eval/accuracy"]
+        actor.load(restore_rng(tensors), state)
+        start, kl_coef = state["step"], state["kl_coef"]
+        for name, other in beside.items():
+            other.load(*load_checkpoint(run_dir / name / start_folder.name, other.model, mesh))
+    columns = ["reward_mean", *(["score_mean"] if config.reward_model else []),
+               *(["explained_variance", "value_loss"] if has_critic else []), "approx_kl", "clip_frac", "kl_ref",
+               "entropy", "response_length", "truncated", "grad_norm", "eval/accuracy"]
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
     if start == 0:
         text = sample_text(policy, tokenizer, env, max_new_tokens)
@@ -198,13 +203,13 @@ def main(config: Config) -> None:
             print("before:", text)
         logger.log(0, evaluate(policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows))
 
-    def update(model, optimizer, guard, loss_fn, minibatch, lr) -> dict[str, float]:
-        """One step of an optimizer, and its stats."""
-        stats = forward_backward(model, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
-                                 config.temperature, entropy=model is policy)
-        grad_norm = clip_gradients(model.parameters(), config.max_grad_norm, mesh)
-        guard.step(optimizer, grad_norm, lr, stats["loss"])
-        optimizer.zero_grad()
+    def update(learner: Learner, loss_fn, microbatches, lr: float) -> dict[str, float]:
+        """One step of its optimizer; the stats."""
+        stats = forward_backward(learner.model, microbatches, loss_fn, mesh, config.temperature,
+                                 entropy=learner is actor)
+        grad_norm = clip_gradients(learner.model.parameters(), config.max_grad_norm, mesh)
+        learner.guard.step(learner.optimizer, grad_norm, lr, stats["loss"])
+        learner.optimizer.zero_grad()
         return stats | {"grad_norm": float(grad_norm)}
 
     # ---- loop
@@ -221,7 +226,7 @@ def main(config: Config) -> None:
             rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
                               max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
         if config.save_rollouts and mesh.leads_replica:
-            rollout.save(Path(config.run_dir) / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
+            rollout.save(run_dir / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
         sampled, mask = perf_counter(), rollout.action_mask
 
         # (2) rewards of tokens: the answer's score on the last, and on each what it costs to leave the reference
@@ -261,22 +266,33 @@ def main(config: Config) -> None:
             mode, mask = config.aggregate, minibatch.action_mask
             minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
             total = loss_total(mode, mask, mesh, minibatch.group, max_new_tokens)
+            microbatches = list(minibatch.microbatches(config.microbatch_size))
             if own_critic:
                 loss_fn = partial(critic_loss, config=config, total=total)
-                critic_updates.append(update(critic, critic_optimizer, critic_guard, loss_fn, minibatch, critic_lr))
+                critic_updates.append(update(beside["critic"], loss_fn, microbatches, critic_lr))
             if not pretraining:
                 right = loss_total("token", right_tokens(mask, minibatch.rewards), mesh)
                 loss_fn = partial(policy_loss, config=config, kl_coef=kl_coef, total=total, right_total=right)
-                updates.append(update(policy, optimizer, guard, loss_fn, minibatch, lr))
+                updates.append(update(actor, loss_fn, microbatches, lr))
                 if config.target_kl and updates[-1]["approx_kl"] / updates[-1]["tokens"] > config.target_kl:
                     break
 
-        # (5) evaluate, log, save
+        # (5) the reward model learns, too: pairs of what the policy writes by now, judged by the task
+        pair_stats = None
+        if config.reward_model_every and step % config.reward_model_every == 0:
+            pairs = best_and_worst(rollout)
+            total = loss_total("sequence", pairs.action_mask[0::2], mesh)
+            if total:  # else all answers to each prompt were equally good
+                pieces = list(pair_microbatches(score_inputs(pairs), config.microbatch_size))
+                pair_stats = update(beside["reward_model"], partial(pair_loss, total=total, mesh=mesh), pieces,
+                                    config.reward_lr)
+
+        # (6) evaluate, log, save
         seconds = perf_counter() - began
         metrics = rollout_metrics(rollout, mesh) | {
             "lr": lr,
             "updates": len(updates),
-            "skipped_steps": guard.skipped + critic_guard.skipped,
+            "skipped_steps": sum(learner.guard.skipped for learner in (actor, *beside.values())),
             "time/rollout": sampled - began,
             "time/update": seconds - (sampled - began),
         }
@@ -287,6 +303,8 @@ def main(config: Config) -> None:
             metrics["explained_variance"] = explained_variance(values, returns, rollout.action_mask, mesh)
         if reward_model is not None:
             metrics["score_mean"] = replica_mean(scores, mesh)
+        if pair_stats:
+            metrics |= pair_metrics(pair_stats)
         if kl is not None:
             metrics["kl_coef"] = kl_coef
             distance = replica_mean(row_sum(kl, rollout.action_mask), mesh)  # nats a response

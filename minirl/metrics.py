@@ -50,6 +50,8 @@ METRICS = {
                "below 0.02; 0 with one update a rollout",
                "above 0.02: the updates leave the region in which the old samples are valid",
                "a lower `--lr`, fewer `--epochs`"),
+        Metric("old_approx_kl", "kl_k1", ".1e", "nats a token", "the same, estimated as mean of - log ratio",
+               "near approx_kl; may be below 0", "", ""),
         Metric("clip_frac", "clip", ".3f", "share", "action tokens whose ratio was clipped",
                "0.1 to 0.3 with several updates a rollout; 0 with one, where the ratio is 1",
                "below 0.1: timid updates. Above 0.3: many tokens have no gradient left. Above 0.5: the old "
@@ -69,6 +71,31 @@ METRICS = {
                "1e-5 or less in float32 (rounding grows with depth), 1e-12 in float64, about 1e-2 in bfloat16",
                "larger: sampler and trainer disagree about the policy: temperature, mask, positions, weights",
                "a bug in the code, not a setting: compare both log-probs of one row, token by token"),
+    ],
+    "PPO: critic, reward model, KL": [
+        Metric("explained_variance", "expl_var", ".3f", "share",
+               "1 - var(returns - values) / var(returns) at the action tokens, values from before the updates: 1 is a "
+               "perfect critic, 0 one that says the same of every state",
+               "rises above 0.5. With `--value-lam` below 1 the returns hold some of the values themselves",
+               "near 0: advantages are as noisy as without a critic. Below 0: worse than that",
+               "a higher `--critic-lr`, `--value-pretraining`, `--value-lam 1`, `--critic-init`"),
+        Metric("value_loss", "v_loss", ".4f", "reward^2", "mean of half the squared error of the critic",
+               "falls; its floor is half the variance that no critic can know", "rises: the returns drift, or its "
+               "learning rate is too high", "a lower `--critic-lr`"),
+        Metric("value_clip_frac", "v_clip", ".3f", "share", "tokens whose value moved more than `--value-clip`",
+               "below 0.2", "near 1: the critic is held back", "a larger `--value-clip`, or 0"),
+        Metric("critic_grad_norm", "v_grad", ".3f", "unitless", "grad_norm of a critic with its own network", "as "
+               "grad_norm", "", ""),
+        Metric("policy_loss", "p_loss", ".4f", "unitless", "the clipped surrogate alone, where the loss has more terms",
+               "near 0, says nothing about progress", "", ""),
+        Metric("score_mean", "score", ".3f", "score", "mean score of the samples by the reward model; reward_mean is "
+               "what the verifier says of the same samples, and pays nothing then",
+               "rises with reward_mean", "rises while reward_mean falls: over-optimisation, see `docs/ppo.md`",
+               "the checkpoint from before; a higher `--kl-coef`; `--reward-model-every`"),
+        Metric("kl_coef", "kl_coef", ".1e", "reward / nat", "price of the distance from the reference in this step",
+               "steady, or settling under a controller", "", ""),
+        Metric("updates", "updates", ".0f", "updates", "policy updates of this step",
+               "`--epochs` x `--minibatches`; less where `--target-kl` stopped it", "", ""),
     ],
     "Preferences": [
         Metric("preference_accuracy", "pref", ".3f", "share",
@@ -177,6 +204,9 @@ HINTS = [
     Hint("entropy", lambda m: m["entropy"] < 0.02 and m["reward_mean"] < 0.9, ("reward_mean",),
          "collapsed before the task was solved: the samples of a group are alike. Lower --lr, raise "
          "--eps-high or --temperature"),
+    Hint("explained_variance", lambda m: m["explained_variance"] < -0.2, (),
+         "the critic is worse than a constant, and its advantages are noise. Give it time (--value-pretraining), or "
+         "another --critic-lr"),
     Hint("truncated", lambda m: m["truncated"] > 0.5, (),
          "most answers run out of tokens. Raise --max-new-tokens, or teach the model to end by more "
          "--cold-start-steps"),

@@ -3,6 +3,7 @@
     class Config(PPOOptions, ...)                   train_ppo.py; fill_in(config) while it is made
     critic_loss(out, mb, config, total)             loss_fn of `forward_backward`, with `out.values` of the critic
     policy_loss(out, mb, config, kl_coef, ...)      and with `out.logprobs` of the policy
+    pair_loss(out, mb, total, mesh)                 and with `out.values` of a reward model that learns, too
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ from minirl.losses import (
     value_loss,
     value_stats,
 )
+from minirl.pairs import split
+from minirl.parallel.mesh import Mesh
+from minirl.reward_model import reward_loss, reward_stats
 from minirl.rollout import Rollout
 
 # An option that is not given is that of its row. VAPO, arXiv:2504.05118: a critic that is trained first, on what was
 # really earned; a lambda of its own for the policy, by length; room above the clip; right answers imitated; and groups.
+# Its lam_alpha is 0.05, for answers of thousands of tokens: 1,000 give lambda 0.98, but the 4 of a sum would give 0.
 ROWS = {
     "ppo": dict(prompts_per_step=1024, group_size=1, value_pretraining=0, lam_alpha=0.0, value_lam=0.95, eps_high=0.2,
                 positive_nll=0.0),
-    "vapo": dict(prompts_per_step=64, group_size=16, value_pretraining=10, lam_alpha=0.05, value_lam=1.0, eps_high=0.28,
+    "vapo": dict(prompts_per_step=64, group_size=16, value_pretraining=10, lam_alpha=5.0, value_lam=1.0, eps_high=0.28,
                  positive_nll=0.1),
 }
+
+
+CENTRING = 0.01  # of pair_loss: the mean score stays near 0, also while the reward model learns on
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,9 @@ class PPOOptions:
     group_size: int | None = None  # answers to each prompt; none: 1, and 16 with --vapo
     # reward
     reward_model: str = ""  # folder of a reward model that pays; empty: the task's verifier does
+    reward_model_every: int = 0  # rollouts between updates of the reward model, on pairs of their answers that the task
+                                 # judges (CoRLHF); 0: it stays as it is
+    reward_lr: float = 1e-4  # learning rate of these updates
     missing_eos_penalty: float = 0.0  # taken from the score of an answer that was cut before it ended
     whiten_rewards: bool = False  # divide the rewards of tokens by their std
     kl: Literal["reward", "loss"] = "reward"  # the distance from the reference is a cost of each token, or a loss term
@@ -65,9 +76,9 @@ class PPOOptions:
                                                                 # with its mean, or with nothing
     gamma: float = 1.0  # discount a token
     lam: float = 0.95  # GAE's lambda: 0 trusts the critic, 1 what was earned
-    lam_alpha: float | None = None  # lambda = 1 - 1 / (alpha x tokens) instead; 0: --lam. None: 0, 0.05 with --vapo
+    lam_alpha: float | None = None  # lambda = 1 - 1 / (alpha x tokens) instead; 0: --lam. None: 0, 5 with --vapo
     value_lam: float | None = None  # lambda of the critic's targets; none: 0.95, 1 with --vapo
-    bootstrap_cut: bool = True  # a cut answer goes on at the critic's value; with --no-bootstrap-cut a cut is an end
+    bootstrap_cut: bool = False  # a cut answer would have earned the value of its last state; else a cut is an end
     whiten: bool = True  # advantages to mean 0 and std 1 (with --advantage reinforce to std 1)
     # objective
     aggregate: Literal["token", "sequence", "prompt", "constant"] = "token"  # how the tokens' losses are weighed
@@ -83,9 +94,10 @@ def fill_in(config: PPOOptions) -> None:
     for name, value in ROWS["vapo" if config.vapo else "ppo"].items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
-    check_positive(config, "prompts_per_step", "group_size", "critic_lr", "kl_target")
+    check_positive(config, "prompts_per_step", "group_size", "critic_lr", "reward_lr", "kl_target")
     check_not_negative(config, "eps_low", "eps_high", "kl_coef", "missing_eos_penalty", "value_clip", "value_coef",
-                       "value_pretraining", "lam_alpha", "entropy_coef", "positive_nll", "target_kl")
+                       "value_pretraining", "lam_alpha", "entropy_coef", "positive_nll", "target_kl",
+                       "reward_model_every")
     for name in ("gamma", "lam", "value_lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: it must lie between 0 and 1")
@@ -93,6 +105,9 @@ def fill_in(config: PPOOptions) -> None:
         raise UserError("--kl loss --kl-kind k1 trains nothing, since the gradient of k1 is 0 on average: use k2 or k3")
     if config.kl_control != "fixed" and not config.kl_coef:
         raise UserError(f"--kl-control {config.kl_control} multiplies --kl-coef, which is 0: start it above 0")
+    if config.reward_model_every and (not config.reward_model or config.group_size < 2):
+        raise UserError("--reward-model-every teaches a reward model with pairs of answers to one prompt: give "
+                        "--reward-model, and --group-size 2 or more")
     if config.value_pretraining and (config.critic != "own" or config.advantage != "gae"):
         raise UserError("--value-pretraining trains a critic while the policy stands still: use --critic own and "
                         "--advantage gae, or 0")
@@ -129,3 +144,13 @@ def policy_loss(out: Output, mb: Rollout, config: PPOOptions, kl_coef: float, to
         value, value_sums = critic_loss(out, mb, config, total)
         loss, stats = loss + config.value_coef * value, stats | value_sums
     return loss, stats
+
+
+def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+    """This microbatch's share of a reward model's loss over `total` pairs, and what to log.
+
+    mb : `score_inputs` of rows in pairs, the better answer first
+    """
+    chosen, rejected = split(row_sum(out.values, mb.action_mask, mesh.cp_group))
+    loss = reward_loss(chosen, rejected, centring=CENTRING).sum() / total / mesh.cp  # ranks of cp have the whole sums
+    return loss, reward_stats(chosen, rejected)

@@ -321,9 +321,17 @@ def test_a_tool_answer_is_trained_on_where_the_policy_wrote_and_nowhere_else(tmp
     assert seen and all(seen)
 
 
+def test_a_cut_is_an_end_unless_it_is_asked_otherwise(tmp_path, start):
+    """The first critic says 0 everywhere, and from the second step on it matters."""
+    ends, goes_on = (ppo(tmp_path / str(option), start, steps=2, max_new_tokens=1, bootstrap_cut=option, missing_eos_penalty=1.0)
+                     for option in (False, True))
+    assert ends[1] == goes_on[1] and ends[1]["truncated"] == 1
+    assert ends[2]["value_loss"] != goes_on[2]["value_loss"]
+
+
 def test_vapo_is_a_row_of_options_and_what_is_given_counts_more():
     config = train_ppo.Config(vapo=True, eps_high=0.2, prompts_per_step=12)
-    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (16, 1.0, 0.1, 0.05)
+    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (16, 1.0, 0.1, 5.0)
     assert (config.eps_high, config.prompts_per_step) == (0.2, 12)
     assert train_ppo.Config().group_size == 1
 

@@ -1,0 +1,89 @@
+"""Over-optimisation: PPO is paid by a reward model, and the verifier looks on without paying.
+
+    python benchmarks/overoptimisation.py            prints the table; about 10 minutes of one idle core
+    python benchmarks/overoptimisation.py --docs     also puts it into docs/ppo.md
+
+A policy that adds two digits now and then answers some problems several times, and a reward model learns from pairs of
+those answers. It has seen no others. PPO then finds what it likes, which at first is what is right, and later what it
+has never been told is wrong: the proxy goes on rising and the true reward turns (arXiv:2210.10760). Three ways to live
+with that: a price on the distance from the start, stopping in time, and a reward model that is taught with what the
+policy writes by now (CoRLHF: rounds of both).
+
+Everything is train_sft.py, train_dpo.py and train_ppo.py with the options below. The runs stay in --run-dir; a command
+that was stopped goes on from there.
+"""
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+
+import train_dpo  # noqa: E402
+import train_ppo  # noqa: E402
+import train_sft  # noqa: E402
+from minirl.config import write_text  # noqa: E402
+from minirl.metrics import read_metrics  # noqa: E402
+
+PAIRS = (256, 4096)  # problems that the first policy answers for the reward model
+SHOWN = (1, 10, 20, 40, 60, 80, 120)  # rollouts
+ONCE = dict(save_every=10**6, keep=1)
+BASE = ONCE | dict(until_accuracy=0.41, schedule="constant", eval_every=5, eval_rows=0)
+REWARD = ONCE | dict(loss="reward", eval_every=0)
+PPO = ONCE | dict(steps=SHOWN[-1], prompts_per_step=512, schedule="constant", lr=5e-4, eval_every=0)
+WAYS = {
+    "free": dict(kl_coef=0.0),
+    "KL 0.1": dict(kl_coef=0.1),
+    "taught": dict(kl_coef=0.0, prompts_per_step=128, group_size=4, reward_model_every=1),
+}
+BEGIN, END = "<!-- overoptimisation.py -->\n", "<!-- end -->\n"
+
+
+def train(trainer: ModuleType, folder: Path, **options) -> Path:
+    """A run of a trainer, with what it prints in a file; its last checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
+        trainer.main(trainer.Config(run_dir=str(folder), resume=True, **options))
+    return folder / f"step_{read_metrics(folder / 'metrics.jsonl')[-1]['step']}"
+
+
+def around(rows: list[dict], step: int, name: str) -> float:
+    """A metric, averaged over the five rollouts around a step: one alone is noise."""
+    return mean(row[name] for row in rows if abs(row["step"] - step) <= 2 and name in row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/overoptimisation"))
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/ppo.md")
+    args = parser.parse_args()
+    base = train(train_sft, args.run_dir / "base", **BASE)
+    lines = ["| problems behind the reward model | accuracy on its pairs | way | " +
+             " | ".join(f"after {step}" for step in SHOWN) + " | best |", "|---" * (len(SHOWN) + 4) + "|"]
+    for pairs in PAIRS:
+        reward_model = train(train_dpo, args.run_dir / f"reward_{pairs}", init=str(base), problems=pairs, **REWARD)
+        accuracy = read_metrics(reward_model.parent / "metrics.jsonl")[-1]["eval/preference_accuracy"]
+        for way, options in WAYS.items():
+            run = train(train_ppo, args.run_dir / f"ppo_{pairs}_{way.replace(' ', '_')}", init=str(base),
+                        reward_model=str(reward_model), **PPO | options)
+            rows = read_metrics(run.parent / "metrics.jsonl")
+            cells = [f"{around(rows, step, 'reward_mean'):.2f} ({around(rows, step, 'score_mean'):+.1f})"
+                     for step in SHOWN]
+            best = max(range(1, SHOWN[-1] + 1), key=lambda step: around(rows, step, "reward_mean"))
+            lines.append(f"| {pairs} | {accuracy:.3f} | {way} | " + " | ".join(cells) +
+                         f" | {around(rows, best, 'reward_mean'):.2f} after {best} |")
+            print(lines[-1], flush=True)
+    table = "\n".join(lines) + "\n"
+    print("\n" + table)
+    if args.docs:
+        page = REPO / "docs/ppo.md"
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        write_text(page, before + BEGIN + table + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
