@@ -1,6 +1,7 @@
 """The grid of ranks, each collective beside its plain meaning, each dual beside autograd, the ring beside the sum."""
 
 import doctest
+import warnings
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def test_sizes_that_do_not_fill_the_job_are_refused():
         init_mesh("cpu", tp=2)
 
 
+def test_a_gpu_is_the_default_one_of_its_rank(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(minirl.parallel.mesh, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [init_mesh("cuda:1").device] == chosen == [torch.device("cuda:1")]
+
+
 def places():
     mesh = init_mesh("cpu", dp=2, tp=2)
     assert init_mesh("cpu", dp=2, tp=2).tp_group.ranks == mesh.tp_group.ranks, "a second call in the same process"
@@ -67,6 +75,7 @@ def test_groups_of_a_job_of_four():
 
 def plain():
     """Each collective on what every rank can compute for all: x[r] belongs to rank r."""
+    warnings.simplefilter("error", FutureWarning)  # of names that torch is about to drop
     mesh = init_mesh("cpu", tp=3, dp=1)
     group, r, n = mesh.tp_group, mesh.tp_rank, 3
     x = torch.arange(n * 6 * 6, dtype=torch.float64).view(n, 6, 6).sin()
@@ -134,9 +143,13 @@ def duals(name):
     return mine.grad.abs().sum().item()
 
 
-@pytest.mark.parametrize("name", DUALS)
-def test_each_dual_is_the_gradient_of_its_forward(name):
-    assert min(run_ranks(duals, 2, name)) > 0
+def all_duals():
+    return [duals(name) for name in DUALS]
+
+
+def test_each_dual_is_the_gradient_of_its_forward():
+    for gradients in run_ranks(all_duals, 2):
+        assert min(gradients) > 0
 
 
 def test_a_group_of_one_returns_its_input():
@@ -161,14 +174,21 @@ def ring(shape):
     return mesh.ledger.calls["send", "dp"], sent, mesh.ledger.bytes["all_reduce", "dp"]
 
 
+SHAPES = [(24,), (5, 7), ()]
+
+
+def rings():
+    return [ring(shape) for shape in SHAPES]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", [(24,), (5, 7), ()])
-def test_the_ring_sums_in_2_n_minus_1_steps_and_sends_what_the_formula_says(ranks, shape):
-    for calls, sent, whole in run_ranks(ring, ranks, shape):
-        numel = torch.Size(shape).numel()
-        chunk = -(-numel // ranks)  # rounded up: the last chunk is padded
-        assert calls == 2 * (ranks - 1)
-        assert sent == 2 * (ranks - 1) * chunk * 8
-        assert whole == numel * 8
-        if numel % ranks == 0:
-            assert sent == 2 * (ranks - 1) / ranks * whole
+def test_the_ring_sums_in_2_n_minus_1_steps_and_sends_what_the_formula_says(ranks):
+    for found in run_ranks(rings, ranks):
+        for shape, (calls, sent, whole) in zip(SHAPES, found, strict=True):
+            numel = torch.Size(shape).numel()
+            chunk = -(-numel // ranks)  # rounded up: the last chunk is padded
+            assert calls == 2 * (ranks - 1)
+            assert sent == 2 * (ranks - 1) * chunk * 8
+            assert whole == numel * 8
+            if numel % ranks == 0:
+                assert sent == 2 * (ranks - 1) / ranks * whole

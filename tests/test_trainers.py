@@ -127,7 +127,8 @@ def test_flags_named_in_the_docs_exist():
              for field in dataclasses.fields(options)}
     for module in commands:  # those that have several inputs use argparse themselves
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(module.__file__).read_text()))
-    others = {"--metrics", "--out", "--nproc_per_node", "--standalone", "--help"}  # of plot and torchrun
+    others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",
+              "--master_addr", "--master_port"}  # of plot and torchrun
     for page in (REPO / "docs").glob("*.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
         assert flags <= known | others, f"{page.name} names {flags - known - others}"
@@ -385,14 +386,22 @@ def train(name: str, options: dict) -> None:
     TRAINERS[name].main(TRAINERS[name].Config(**options))
 
 
+def train_all(name: str, runs: list[dict]) -> None:
+    """One run after the other on the same ranks, which costs less than new ones for each."""
+    for options in runs:
+        train(name, options)
+
+
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory, sft_run) -> dict[tuple[str, int], Path]:
     """The same float64 run on 1, 2 and 4 ranks, by the mode of aggregation."""
     runs = {}
-    for mode, ranks in (("token", 1), ("token", 2), ("token", 4), ("prompt", 1), ("prompt", 2)):
-        runs[mode, ranks] = tmp_path_factory.mktemp(f"{mode}_{ranks}") / "run"
-        options = LAYOUT | dict(run_dir=str(runs[mode, ranks]), init=str(sft_run / "step_60"), aggregate=mode)
-        run_ranks(train, ranks, "train_grpo", options)
+    for ranks, modes in ((1, ("token", "prompt")), (2, ("token", "prompt")), (4, ("token",))):
+        options = []
+        for mode in modes:
+            runs[mode, ranks] = tmp_path_factory.mktemp(f"{mode}_{ranks}") / "run"
+            options.append(LAYOUT | dict(run_dir=str(runs[mode, ranks]), init=str(sft_run / "step_60"), aggregate=mode))
+        run_ranks(train_all, ranks, "train_grpo", options)
     return runs
 
 
@@ -423,38 +432,70 @@ def test_a_replayed_rollout_gives_the_update_of_the_run_that_sampled_it(layouts,
     assert numbers(tmp_path / "run")[1]["loss"] == pytest.approx(numbers(source)[1]["loss"], rel=1e-9)
 
 
-SPREAD = [(2, dict(tp=2)), (4, dict(tp=2, cp=2, sp=True)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=3)),
-          (4, dict(tp=2, pp=2)), (4, dict(dp=2, cp=2, cp_kind="ulysses", zero=1))]
+SPREAD = {2: [dict(tp=2), dict(pp=2), dict(cp=2), dict(zero=3)],
+          4: [dict(tp=2, cp=2, sp=True), dict(tp=2, pp=2), dict(dp=2, cp=2, cp_kind="ulysses", zero=1)]}
+SPREADS = [layout for some in SPREAD.values() for layout in some]
+ONE_STEP = LAYOUT | dict(dtype="float32", steps=1, epochs=1, minibatches=1)
+
+
+@pytest.fixture(scope="module")
+def spread(layouts, tmp_path_factory, sft_run) -> Path:
+    """LAYOUT/KIND of every layout: float64, as one process did; float32; float32 on what one process has sampled."""
+    root, init = tmp_path_factory.mktemp("spread"), {"init": str(sft_run / "step_60")}
+    train("train_grpo", ONE_STEP | init | dict(run_dir=str(root / "alone")))
+    for ranks, some in SPREAD.items():
+        run_ranks(train_all, ranks, "train_grpo", [
+            options | layout | init | dict(run_dir=str(root / str(layout) / kind)) for layout in some
+            for kind, options in (("float64", LAYOUT), ("float32", ONE_STEP),
+                                  ("replay", ONE_STEP | dict(replay=str(root / "alone/rollouts/step_1"))))],
+            timeout=240)
+    return root
 
 
 @dist
-@pytest.mark.parametrize(("ranks", "layout"), SPREAD, ids=str)
-def test_every_layout_trains_as_one_process_and_goes_on_as_one(layouts, ranks, layout, tmp_path, sft_run):
-    alone = layouts["token", 1]
-    options = LAYOUT | layout | dict(run_dir=str(tmp_path / "run"), init=str(sft_run / "step_60"))
-    run_ranks(train, ranks, "train_grpo", options)
-    for ours, theirs in zip(numbers(tmp_path / "run"), numbers(alone), strict=True):
+@pytest.mark.parametrize("layout", SPREADS, ids=str)
+def test_every_layout_trains_as_one_process_and_goes_on_as_one(layouts, spread, layout, sft_run):
+    alone, run_dir = layouts["token", 1], spread / str(layout) / "float64"
+    for ours, theirs in zip(numbers(run_dir), numbers(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11)
     for step in (1, 2):
-        assert sampled(tmp_path / "run", step) == sampled(alone, step)
+        assert sampled(run_dir, step) == sampled(alone, step)
     for name, tensor in weights(alone, 2).items():
-        torch.testing.assert_close(weights(tmp_path / "run", 2)[name], tensor, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(weights(run_dir, 2)[name], tensor, rtol=1e-7, atol=1e-9)
 
-    shutil.rmtree(tmp_path / "run/step_2")  # go on from step 1 as one process
+    shutil.rmtree(run_dir / "step_2")  # go on from step 1 as one process
     with contextlib.redirect_stdout(io.StringIO()):
-        train("train_grpo", LAYOUT | dict(run_dir=str(tmp_path / "run"), init=str(sft_run / "step_60"), resume=True))
-    assert numbers(tmp_path / "run")[2] == pytest.approx(numbers(alone)[2], rel=1e-8, abs=1e-11)
+        train("train_grpo", LAYOUT | dict(run_dir=str(run_dir), init=str(sft_run / "step_60"), resume=True))
+    assert numbers(run_dir)[2] == pytest.approx(numbers(alone)[2], rel=1e-8, abs=1e-11)
 
 
 @dist
-@pytest.mark.parametrize(("ranks", "layout"), [(2, dict(tp=2, sp=True)), (2, dict(pp=2, pipeline="gpipe")),
-                                               (4, dict(pp=2, zero=2))], ids=str)
-def test_sft_in_every_layout_has_the_numbers_of_one_process(ranks, layout, tmp_path):
+def test_in_float32_a_replayed_rollout_has_the_losses_of_one_process_and_hardly_a_token_is_drawn_otherwise(spread):
+    alone, rows, flipped = numbers(spread / "alone")[1], sampled(spread / "alone", 1), 0
+    for layout in SPREADS:
+        replayed, own = (numbers(spread / str(layout) / kind)[1] for kind in ("replay", "float32"))
+        for name in ("loss", "kl_ref", "entropy", "grad_norm"):
+            assert replayed[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), (layout, name)
+        assert max(replayed["ratio_max_deviation"], own["ratio_max_deviation"]) <= 1e-5, layout
+        found = sampled(spread / str(layout) / "float32", 1)
+        flipped += sum(ours != theirs for ours, theirs in zip(found, rows, strict=True))
+    assert flipped <= 2, f"{flipped} of {7 * len(rows)} rows differ"
+
+
+SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2), dict(zero=3)],
+              4: [dict(pp=2, zero=2), dict(tp=2, cp=2, cp_kind="ulysses")]}
+
+
+@dist
+def test_sft_in_every_layout_has_the_numbers_of_one_process(tmp_path):
     options = SFT | dict(dtype="float64", steps=4, batch_size=16, microbatch_size=4, eval_every=2, eval_rows=20)
-    for folder, number, extra in (("one", 1, {}), ("many", ranks, layout)):
-        run_ranks(train, number, "train_sft", options | extra | dict(run_dir=str(tmp_path / folder)))
-    for ours, theirs in zip(numbers(tmp_path / "many"), numbers(tmp_path / "one"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11)
+    train("train_sft", options | dict(run_dir=str(tmp_path / "one")))
+    for ranks, some in SFT_SPREAD.items():
+        run_ranks(train_all, ranks, "train_sft",
+                  [options | layout | dict(run_dir=str(tmp_path / str(layout))) for layout in some])
+        for layout in some:
+            for ours, theirs in zip(numbers(tmp_path / str(layout)), numbers(tmp_path / "one"), strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), layout
 
 
 # ---- kills and signals ----

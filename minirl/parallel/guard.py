@@ -18,6 +18,7 @@ import time
 
 GOODBYE = b"."
 GRACE = 5.0  # seconds in which a rank may still say why it ends
+MOST = 1000  # ranks: a process waits for no more lines; a larger job has no guards
 
 
 def watch(rank: int, lines: list[socket.socket], listener: socket.socket | None, token: bytes) -> None:

@@ -174,7 +174,7 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=patience)
         dist.barrier()  # who leaves with an error before all are connected would hide it behind theirs
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix":
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix" and world <= guard.MOST:
             start_guard(rank)
     ledger = Ledger()
     groups = {name: _group(name, sizes, along, rank, ledger, patience) for name, along in
@@ -234,7 +234,9 @@ def close_mesh() -> None:
 
 def start_guard(rank: int) -> None:
     """Have a guard beside this process (`guard.py`). Every rank must call it."""
-    listener = None if rank else socket.create_server(("", 0))
+    both = socket.has_dualstack_ipv6()  # a host's name may stand for an address of either kind
+    listener = None if rank else socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET,
+                                                      dualstack_ipv6=both)
     found = [None if rank else (listener.getsockname()[1], secrets.token_hex(16))]
     dist.broadcast_object_list(found)
     port, token = found[0]
