@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minirl.config import UserError, write_text
+from minirl.monitor import gamed
 
 
 class Metric(NamedTuple):
@@ -230,8 +231,12 @@ def hints(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]] =
     def inside(hint: Hint, step: Mapping[str, float]) -> bool:
         return all(name in step for name in (hint.metric, *hint.needs)) and hint.inside(step)
 
-    return [f"hint: {hint.metric} {metrics[hint.metric]:.3g}: {hint.text}." for hint in HINTS
-            if inside(hint, metrics) and not any(inside(hint, old) for old in history[-HINT_WINDOW:])]
+    given = [f"hint: {hint.metric} {metrics[hint.metric]:.3g}: {hint.text}." for hint in HINTS
+             if inside(hint, metrics) and not any(inside(hint, old) for old in history[-HINT_WINDOW:])]
+    if gamed([*history, metrics]):
+        given.append(f"hint: reward_mean {metrics['reward_mean']:.3g} has risen, and eval/accuracy has not: the reward "
+                     "may be gamed. Read the samples at both ends, in the run's folder samples.")
+    return given
 
 
 # --- the file and the console --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from minirl.env import make_env
 from minirl.env.agent import ToolEnv
 from minirl.env.base import Example, Step, trajectory
 from minirl.env.countdown import value
-from minirl.env.database import DATABASE, delete, get, put
+from minirl.env.database import DATABASE, delete, get, put, take
 from minirl.env.retrieval import BM25, find
 from minirl.env.tools import Tool, parse_calls
 
@@ -208,7 +208,11 @@ def test_the_database_does_what_it_says_and_has_limits():
                  lambda: put({str(i): "" for i in range(1000)}, "k", "")):
         with pytest.raises(ValueError):
             call()
-    assert [tool.name for tool in DATABASE] == ["get", "put", "delete"]
+    assert [tool.name for tool in DATABASE] == ["get", "put", "take", "delete"]
+    assert take({"a": "3"}, "a", 3) == "ok"
+    for stock, count in (("3", 4), ("3", 0), ("3", -1), ("x", 1), ("\u0663x", 1)):
+        with pytest.raises(ValueError, match=f"only {stock}"):
+            take({"a": stock}, "a", count)
 
 
 # ---- tasks ----
@@ -237,13 +241,13 @@ def test_the_shop_is_judged_by_its_stock_and_not_by_words():
             assert step is None or not step.done
             step = episode.step(action)
         return step.reward
-    right = "<put>axe 4</put><put>saw 0</put>\n"
+    right = "<take>axe 3</take><take>saw 2</take>\n"
     assert play("<get>axe</get><get>saw</get>\n", right, "ok") == 1.0
     assert play("ok") == play("I have sold 3 axe and 2 saw. axe 4 pan 1 saw 0") == 0.0, "nothing was done"
-    assert play(right, "no") == play("<put>axe 4</put>\n", "ok") == 0.0
-    assert play(right, "<put>pan 9</put>\n", "ok") == 0.0, "something else was changed"
-    assert play(right, "<put>pam 1</put>\n", "ok") == 0.0, "a key that should not be there"
-    assert play("<get>axx</get>\n", right, "ok") == 1.0, "an error that was made good"
+    assert play(right, "no") == play("<take>axe 3</take>\n", "ok") == 0.0
+    assert play(right, "<take>pan 1</take>\n", "ok") == 0.0, "something else was changed"
+    assert play("<take>axx 3</take>\n", right, "ok") == 1.0, "an error that was made good"
+    assert play("<take>axe -3</take>\n", "<take>axe 6</take><take>saw 2</take>\n", "ok") == 0.0, "no negative sales"
     short = Example("sell 3 axe\n", "axe 2", (), {"axe": "2"})
     assert task.reset(short).step("no").reward == 1.0 and task.reset(short).step("ok").reward == 0.0
 
@@ -289,8 +293,8 @@ def test_every_difficulty_has_problems_that_its_own_budget_can_hold(name, diffic
 
 def test_random_actions_end_every_episode_without_an_exception():
     rng = Random(0)
-    pieces = ["<find>", "</find>", "<get>", "</get>", "<put>", "</put>", "<try>", "</try>", "\n", "axe 3", "ann's boss",
-              "1+2*3", "9**9**9", "(" * 300, "\x00", "é😀", "<tool_call>", "{", "\\", " ",
+    pieces = ["<find>", "</find>", "<get>", "</get>", "<take>", "</take>", "<try>", "</try>", "\n", "axe 3",
+              "ann's boss", "1+2*3", "9**9**9", "(" * 300, "\x00", "é😀", "<tool_call>", "{", "\\", " ",
               "<test>", "</test>", "def f(x): return x"]
     for name, count in (("lookup", 150), ("shop", 150), ("countdown", 150), ("code", 10)):
         task = make_env(name)

@@ -1,4 +1,4 @@
-"""A key-value database as the state of a row: three tools that change it, and a reward that looks at what is left.
+"""A key-value database as the state of a row: tools that read and change it, and a reward that looks at what is left.
 
 What the policy says that it has done is words; `state == wanted` is what it has done.
 """
@@ -23,6 +23,15 @@ def put(database: dict[str, str], key: str, value: str) -> str:
     return "ok"
 
 
+def take(database: dict[str, str], key: str, count: int) -> str:
+    """Lower the number under a key; refused where it is not large enough."""
+    stock = get(database, key)
+    if not stock.isdecimal() or not 0 < count <= int(stock):
+        raise ValueError(f"only {stock[:20]}")
+    database[key] = str(int(stock) - count)
+    return "ok"
+
+
 def delete(database: dict[str, str], key: str) -> str:
     """Remove a key."""
     if database.pop(key, None) is None:
@@ -30,4 +39,4 @@ def delete(database: dict[str, str], key: str) -> str:
     return "ok"
 
 
-DATABASE = (Tool(get), Tool(put), Tool(delete))
+DATABASE = (Tool(get), Tool(put), Tool(take), Tool(delete))

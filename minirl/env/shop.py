@@ -3,12 +3,12 @@
 Look, then act: all items are sold or, where one is short, none is ("no"). Both look-ups fit in one turn:
 
     sell 3 axe 2 saw
-    <get>axe</get><get>saw</get>\n      7, 2
-    <put>axe 4</put><put>saw 0</put>\n      ok, ok
+    <get>axe</get><get>saw</get>\n                7, 2
+    <take>axe 3</take><take>saw 2</take>\n        ok, ok
     ok
 
-The demonstrations are a novice's: half of them forget the last item, or sell what is not there; some mistype a key,
-read the error and do it again. The reward compares the whole database with the one that should be there.
+The demonstrations are a novice's: half of them forget the last item, or sell although something is short; some mistype
+a key, read the error and do it again. The reward compares the whole database with the one that should be there.
 """
 
 from random import Random
@@ -16,7 +16,7 @@ from random import Random
 from minirl.config import UserError
 from minirl.env.agent import ToolEnv
 from minirl.env.base import Example
-from minirl.env.database import get, put
+from minirl.env.database import get, take
 from minirl.env.tools import Tool
 
 ITEMS = ("axe", "saw", "hoe", "cup", "pan", "jar", "mat", "bed", "fan", "key", "map", "pen", "rug", "tap", "urn", "wax")
@@ -43,7 +43,7 @@ def make(rng: Random, items: int) -> Example:
         actions.insert(0, looks.replace(item, rng.choice(sorted(set(ITEMS) - set(stock)))))
     if enough or careless:
         sold = list(order)[: len(order) - careless * enough * (len(order) > 1)]
-        actions.append("".join(f"<put>{item} {max(0, stock[item] - order[item])}</put>" for item in sold) + "\n")
+        actions.append("".join(f"<take>{item} {order[item]}</take>" for item in sold) + "\n")
     actions.append("ok" if enough or careless else "no")
     prompt = "sell" + "".join(f" {count} {item}" for item, count in order.items()) + "\n"
     return Example(prompt, as_text(wanted), tuple(actions), {item: str(count) for item, count in stock.items()})
@@ -64,7 +64,7 @@ def shop(difficulty: int = 2, seed: int = 0) -> ToolEnv:
         raise UserError(f"difficulty {difficulty}: an order of the shop has 1 to {STOCKED} items")
     return ToolEnv(
         name="shop",
-        tools=(Tool(get), Tool(put)),
+        tools=(Tool(get), Tool(take)),
         make=lambda rng: make(rng, difficulty),
         judge=judge,
         has_answer=lambda answer: answer in ("ok", "no"),
