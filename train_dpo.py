@@ -75,7 +75,7 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before the pairs; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # pairs
-    task: str = "addition"  # addition, calculator or gsm8k: pairs are sampled; jsonl: they are the rows of --data
+    task: str = "addition"  # a task of train_grpo.py: pairs are sampled; jsonl: they are the rows of --data
     data: str = ""  # gsm8k: JSONL of {"question", "answer"}; jsonl: of prompt, chosen and rejected, or the last two
     eval_data: str = ""  # JSONL file of held-out rows; empty: a tenth of --data
     template: str = "auto"  # chat template of messages; auto: the model's own

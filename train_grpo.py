@@ -41,6 +41,8 @@ from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
 from minirl.losses import aggregate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
+from minirl.mixture import paid_by
+from minirl.monitor import Monitor
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
 from minirl.options import (
     AdapterOptions,
@@ -68,11 +70,12 @@ class Config(RecipeOptions, LayoutOptions, AdapterOptions, RunOptions):
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # task
-    task: str = "addition"  # addition, calculator or gsm8k
+    task: str = "addition"  # addition, calculator, lookup, shop, countdown, code or gsm8k
+    rewards: Literal["task", "agentic", "maths"] = "task"  # what is paid: the task's verdict, or a mixture with it
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
     eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
     drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
-    difficulty: int = 2  # digits of an operand
+    difficulty: int = 2  # digits of an operand; hops of lookup, items of shop, numbers of countdown, steps of code
     # rollout
     prompts_per_step: int = 128  # prompts a step, over all ranks
     group_size: int = 16  # answers to each prompt
@@ -158,6 +161,7 @@ def main(config: Config) -> None:
     for number in range(start + 1, start + 1 + config.staleness if start else 0):
         ahead.append(share_of(Rollout.load(rollouts / f"step_{number}"), mesh).to(mesh.device))
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
+    monitor = Monitor(config.run_dir)
     if start == 0:
         text = sample_text(policy, tokenizer, env, max_new_tokens)
         if mesh.is_main:
@@ -171,14 +175,17 @@ def main(config: Config) -> None:
         # (1) rollout: every prompt is answered group_size times; with --staleness, for a later step
         while len(ahead) <= config.staleness:
             number = step + len(ahead)
+            paid = paid_by(env, config.rewards, (number - 1) / config.steps)
             sampled = replayed or collect_step(
-                policy, tokenizer, env, number, config.prompts_per_step, config.group_size, config.resample, mesh,
+                policy, tokenizer, paid, number, config.prompts_per_step, config.group_size, config.resample, mesh,
                 seed=config.seed, max_new_tokens=max_new_tokens, temperature=config.temperature,
                 max_rows=config.max_rows)
             ahead.append(disturb(sampled, config.sampler_noise, config.seed) if config.sampler_noise else sampled)
             if (config.save_rollouts or config.staleness) and mesh.leads_replica:
                 ahead[-1].save(rollouts / f"step_{number}" / f"rank_{mesh.dp_rank}.safetensors")
         rollout, ahead = ahead[0], ahead[1:]
+        if mesh.is_main:
+            monitor.add(step, rollout)
         sampling_ended = perf_counter()
 
         # (2) advantages: better or worse than the other answers to the same prompt?

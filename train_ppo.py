@@ -86,7 +86,7 @@ class Config(PPOOptions, LayoutOptions, AdapterOptions, RunOptions):
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # task
-    task: str = "addition"  # addition, calculator or gsm8k
+    task: str = "addition"  # a task of train_grpo.py
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
     eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
     drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context

@@ -61,14 +61,14 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     kv_heads: int = 4  # key and value heads
     context: int = 0  # longest row or window in tokens; 0: the model's own (of a new one, twice what the rows need)
     # data
-    task: str = "addition"  # addition, calculator or gsm8k: an expert's actions; jsonl: the rows of --data
+    task: str = "addition"  # a task of train_grpo.py: an expert's actions; jsonl: the rows of --data
     data: str = ""  # gsm8k: JSONL of {"question", "answer"}; jsonl: of messages, prompt and completion, or text
     eval_data: str = ""  # JSONL file of held-out rows; empty: the last tenth of --data
     template: str = "auto"  # chat template of messages; auto: the model's own
     pack: bool = False  # jsonl: put rows into full windows of the context; they do not see each other
     train_rows: int = 0  # learn only from the first so many rows or problems, over and over; 0: from all there are
     drop_long_rows: bool = False  # leave out rows of --data that do not fit the model's context
-    difficulty: int = 2  # digits of an operand
+    difficulty: int = 2  # digits of an operand, hops, items, numbers or steps
     # optimisation
     steps: int = 1000  # optimizer updates
     epochs: float = 0.0  # passes over the rows, in place of --steps; 0: what --steps make

@@ -29,7 +29,7 @@ from minirl.lora import open_policy, tokenizer_folder
 from minirl.metrics import read_metrics
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum, close_mesh, init_mesh, pick_dtype
-from minirl.parallel.collectives import all_reduce
+from minirl.parallel.collectives import all_reduce, gather_objects
 from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer, load_tokenizer
@@ -106,7 +106,18 @@ def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
         "response_length": actions / rows,
         "truncated": cut / rows,
         "tokens": int(tokens),
+        **reward_parts(rollout, mesh),
     }
+
+
+def reward_parts(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
+    """{"reward/NAME": mean over the rows that came to their end} for each part of a mixture; {} without one."""
+    parts = [turns[-1].info["rewards"] for turns in rollout.turns if turns and "rewards" in turns[-1].info]
+    mine = {name: sum(row[name] for row in parts) for name in (parts[0] if parts else ())} | {"rows": len(parts)}
+    every = [mine] if mesh.dp == 1 else gather_objects(mine, mesh.dp_group)
+    sums = {name: sum(part.get(name, 0.0) for part in every) for name in sorted({n for part in every for n in part})}
+    rows = sums.pop("rows")
+    return {f"reward/{name}": value / rows for name, value in sums.items()}
 
 
 def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -153,11 +164,11 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
     dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
     # task; what is left out is as the run was trained
-    task: str | None = None  # addition, calculator or gsm8k: problems to solve; jsonl: rows whose loss is measured
+    task: str | None = None  # a task (see train_grpo.py): problems to solve; jsonl: rows whose loss is measured
     data: str | None = None  # the file of gsm8k or jsonl
     eval_data: str | None = None  # its held-out rows; empty: the last tenth of --data
     template: str | None = None  # chat template of messages; auto: the model's own
-    difficulty: int | None = None  # digits of an operand
+    difficulty: int | None = None  # digits of an operand, hops, items, numbers or steps
     seed: int | None = None  # of the problems, and of the samples
     drop_long_rows: bool | None = None  # leave out rows of --data that do not fit the model's context
     # evaluation

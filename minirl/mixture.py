@@ -234,3 +234,9 @@ def with_judge(mixture: Mixture, judge: Rule) -> Mixture:
     early = {**mixture.early, "judge": sum(mixture.early.values())} if mixture.early else {}
     return replace(mixture, rules={**mixture.rules, "judge": judge}, weights={**mixture.weights, "judge": share},
                    early=early)
+
+
+def paid_by(env: Env, rewards: str, progress: float) -> Env:
+    """The task under --rewards: "task" itself, or paid by the mixture of that name."""
+    mixtures = {"agentic": agentic, "maths": maths}
+    return env if rewards == "task" else Scored(env, mixtures[rewards](), progress)

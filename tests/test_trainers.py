@@ -701,7 +701,7 @@ def test_gsm8k_runs_end_to_end_on_a_pretrained_model(shared, tmp_path):
     assert load_tokenizer(tmp_path / "run/step_2").encode(text) == load_tokenizer(init).encode(text)
 
 
-@pytest.mark.parametrize("task", ("gsm8k", "calculator"))
+@pytest.mark.parametrize("task", ("gsm8k", "calculator", "code"))
 def test_the_other_tasks_run_from_nothing(task, tmp_path, request, monkeypatch):
     monkeypatch.setattr(train_sft, "Config", small_cold_start)
     data = str(gsm8k_slice(request.getfixturevalue("shared"), tmp_path, 20, key=len)) if task == "gsm8k" else ""
