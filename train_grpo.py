@@ -197,6 +197,8 @@ def main(config: Config) -> None:
             with nullcontext(ref_policy) if ref_policy else adapters_off(policy) as reference:
                 ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
+        if config.save_rollouts and mesh.leads_replica:  # beside the one to replay: for minirl.view
+            rollout.replace(turns=[]).save(rollouts / f"step_{step}" / "scored" / f"rank_{mesh.dp_rank}.safetensors")
 
         # (4) policy updates
         updates = []

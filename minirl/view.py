@@ -87,7 +87,8 @@ def saved_steps(run: Path) -> list[int]:
 def load_samples(run: Path, step: int, limit: int = 1000, tokenizer: Tokenizer | None = None) -> list[Sample]:
     """The first `limit` samples of one saved step. UserError: no such step, or no model folder that tells the words."""
     folder = run / "rollouts" / f"step_{step}"
-    rollout = Rollout.load(folder)
+    scored = folder / "scored"  # the same rows with advantages and the reference's log-probs
+    rollout = Rollout.load(scored if scored.is_dir() else folder)
     config = read_json(run / "config.json") if (run / "config.json").is_file() else {}
     if tokenizer is None:
         model = latest_checkpoint(run)

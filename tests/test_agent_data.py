@@ -339,6 +339,10 @@ def test_trees_that_are_refused():
         "arguments are no JSON")
     assert refusal(tree(node("Surprise", "?", ANSWER))) == "bad tree"
     assert refusal(tree(node("Action", "look", ANSWER))) == "bad tree"
+    broken = node("Action", "look", node("Action Input", "{broken", ANSWER, observation=""))
+    two = tree(broken, step("look", {}, "", ANSWER))
+    sound = convert_tree(json.loads(json.dumps(two)))["messages"]
+    assert sound[1] == said(None, ("look", {})), "a broken path hides no sound one"
     assert refusal({"tree": 5, "answer_generation": {}}) == "bad tree"
     cyclic = tree(step("look", {}, "hm"))
     cyclic["tree"]["tree"]["children"][0]["children"][0]["children"].append(cyclic["tree"]["tree"])

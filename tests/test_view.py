@@ -75,6 +75,13 @@ def test_samples_by_hand(run):
     assert shown["shown"]["turns"] == 2 and "reward_mean (logged)" in summary_text([shown])
 
 
+def test_what_was_scored_later_is_shown(run):
+    folder = run / "rollouts/step_1"
+    Rollout.load(folder).replace(advantages=torch.tensor([[0.25], [0.5]])).save(folder / "scored/rank_0.safetensors")
+    first, second = load_samples(run, 1, tokenizer=BYTES)
+    assert (first.advantages[-1], second.advantages[-1]) == (0.25, 0.5) and first.steps, "and its steps are still told"
+
+
 def test_characters_that_hide_are_shown():
     assert visible("a\n\tb é 中 \u3000") == "a\n\tb é 中 \u3000"
     assert visible("\x1b[31m\x00\x7f\x85\u202e\u200b\ud800") == "␛[31m␀␡⟨U+0085⟩⟨U+202E⟩⟨U+200B⟩⟨U+D800⟩"

@@ -17,12 +17,12 @@ from typing import Any
 
 from minirl.data.trajectories import RowError
 from minirl.env.calculator import CalculatorError, calculate
+from minirl.env.gsm8k_calc import ANNOTATION
 from minirl.rewards import parse_number
 
 CALCULATOR = {"type": "function", "function": {
     "name": "calculator", "description": "The value of an arithmetic expression.",
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}
-ANNOTATION = re.compile(r"<<([^<>=\n]*)=([^<>=\n]*)>>")
 
 
 def convert_gsm8k(row: dict[str, Any]) -> dict[str, Any]:

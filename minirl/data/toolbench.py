@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minirl.data.jsonl import unique_keys
-from minirl.data.trajectories import RowError
+from minirl.data.trajectories import RowError, check_trajectory
 
 FINISH = "Finish"
 MAX_NODES = 100_000  # of one tree
@@ -32,12 +32,18 @@ MAX_NODES = 100_000  # of one tree
 
 
 def convert_tree(row: dict[str, Any]) -> dict[str, Any]:
-    """The first path of a tree that solved the task, as {"messages", "tools"}. `RowError`: there is none."""
+    """The first sound path of a tree that solved the task, as {"messages", "tools"}. `RowError`: there is none."""
     query, tools, root = _open(row)
-    for path in paths(root):
+    flaw = RowError("no answer", "no path of the tree ends in Finish with give_answer: the search gave up")
+    for path in [*paths(root)]:  # the whole tree is looked at first: a cycle behind a good path is a broken tree too
         if _answers(path):
-            return {"messages": [{"role": "user", "content": query}, *_steps(path)], "tools": tools}
-    raise RowError("no answer", "no path of the tree ends in Finish with give_answer: the search gave up")
+            try:
+                messages = [{"role": "user", "content": query}, *_steps(path)]
+                check_trajectory(messages, tools)
+                return {"messages": messages, "tools": tools}
+            except RowError as error:
+                flaw = error  # another path may have solved it without a broken step
+    raise flaw
 
 
 def tree_pairs(row: dict[str, Any]) -> list[dict[str, Any]]:

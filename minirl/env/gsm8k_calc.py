@@ -10,15 +10,16 @@ be read and for calls that work, so that an attempt which fails can still fail l
 the small ones passes for a solution.
 """
 
+import re
 from dataclasses import dataclass
 
 from minirl.config import UserError
-from minirl.data.gsm8k_agent import ANNOTATION
 from minirl.env.base import Example, Step
 from minirl.env.calculator import CalculatorError, calculate
 from minirl.env.gsm8k import GSM8K
 from minirl.rewards import gsm8k_reward
 
+ANNOTATION = re.compile(r"<<([^<>=\n]*)=([^<>=\n]*)>>")  # GSM8K's <<48/2=24>>
 OPEN, CLOSE = "<calc>", "</calc>"
 WEIGHTS = {"right": 1.0, "format": 0.1, "tools": 0.1}
 MAX_TURNS = 12
