@@ -54,7 +54,16 @@ from minirl.options import (
     prepare,
 )
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
-from minirl.recipes import RecipeOptions, fill_in, leave_out, look_again, make_advantages, recipe_loss, weigh
+from minirl.recipes import (
+    RecipeOptions,
+    by_token,
+    fill_in,
+    leave_out,
+    look_again,
+    make_advantages,
+    recipe_loss,
+    weigh,
+)
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
 
@@ -215,7 +224,7 @@ def main(config: Config) -> None:
                                           mb.action_mask, config.eps_low, config.eps_high, clipped)
 
             stats = forward_backward(policy, minibatch.microbatches(config.microbatch_size), loss_fn, mesh,
-                                     config.temperature, entropy=True)
+                                     config.temperature, entropy=True, by_token=by_token(config))
             lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
             grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm, mesh)
             guard.step(optimizer, grad_norm, lr, stats["loss"])

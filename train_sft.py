@@ -191,7 +191,7 @@ def main(config: Config) -> Path | None:
             loss = aggregate(sft_loss(out.logprobs), mb.action_mask, "token", total)
             return loss, {"tokens": mb.action_mask.sum()}
 
-        stats = forward_backward(policy, batch.microbatches(config.microbatch_size), loss_fn, mesh)
+        stats = forward_backward(policy, batch.microbatches(config.microbatch_size), loss_fn, mesh, by_token=True)
 
         # (3) update
         lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)

@@ -39,7 +39,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 def logprobs_of(logits: Tensor, answers: Tensor) -> Tensor:
     """(P, 19) logits, (P, G) answers -> (P, G) nats."""
-    return logits.log_softmax(1).gather(1, answers)
+    return logits.gather(1, answers) - logits.logsumexp(1, keepdim=True)
 
 
 def grpo_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def train(steps: int = 60, seed: int = 0) -> list[float]:
             optimizer.step()
         if step == 1 or step % 5 == 0:
             mixed = (rewards.std(1) > 0).float().mean()
-            kl = (policy * (policy.log() - reference.log_softmax(1))).sum(1).mean()
+            kl = (policy * (policy / reference.softmax(1)).log()).sum(1).mean()
             print(f"{step:4}{curve[-1]:8.3f}{mixed:7.2f}{kl:7.3f}{loss.item():9.4f}")
 
     print(f"\nThe same problem now:\n\n{row(f'{LEFT[example]} + {RIGHT[example]} =', answers[example], 'd')}")

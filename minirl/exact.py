@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import all_logprobs
 from minirl.config import UserError, run
 from minirl.losses import aggregate, loss_total, prompt_tokens
 from minirl.recipes import RECIPES, RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss, weigh
@@ -61,7 +62,7 @@ class World(NamedTuple):
 
     def logprobs(self, theta: Tensor) -> Tensor:
         """(7, 2) nats, of the tokens of each answer; 0 behind its end."""
-        states = theta.view(3, 3).log_softmax(1)
+        states = all_logprobs(theta.view(3, 3))
         rows = [[states[0, first], *(states[1 + first, second] for second in rest)] for first, *rest in ANSWERS]
         return torch.stack([torch.stack([*row, *[theta.new_zeros(())] * (LIMIT - len(row))]) for row in rows])
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kernels import all_logprobs
 from minirl.config import UserError
 from minirl.model import KVCache, Transformer
 from minirl.rollout import Rollout, Tapes
@@ -127,9 +128,9 @@ def sample(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, 
     if temperature == 0:
         return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+    logprobs = all_logprobs(logits, temperature)
     if top_k or top_p < 1:
-        logprobs = _restrict(logprobs, top_k, top_p).log_softmax(-1)
+        logprobs = all_logprobs(_restrict(logprobs, top_k, top_p))
     tokens = inverse_cdf(logprobs.exp(), u)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 

@@ -10,17 +10,22 @@ tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the predi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import linear_logprob
+from kernels import head_loss, linear_logprob
+from kernels.linear_logprob import KEEP_LOGITS
 from minirl.model import Transformer, restart
 from minirl.rollout import Rollout
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Group, Mesh
+
+
+LossFn = Callable[["Output", Rollout], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Output(NamedTuple):
@@ -88,12 +93,54 @@ def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature
     if model.config.num_labels:
         return Output(None, None, model.scores(hidden))
     values = None if model.value_head is None else model.value_head(hidden)
-    shard = {}
-    if (vocab := model.vocab) is not None:  # some of the words are here, and so is a part of the gradient of hidden
-        hidden, shard = vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}
+    hidden, shard = enter_head(model, hidden)
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
                             softcap=model.config.final_logit_softcapping, **shard)
     return Output(*result, values) if entropy else Output(result, None, values)
+
+
+def enter_head(model: Transformer, hidden: Tensor) -> tuple[Tensor, dict]:
+    """Hidden states as the head takes them, and where its words begin if some are on other ranks."""
+    if (vocab := model.vocab) is None:
+        return hidden, {}
+    return vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}  # each has a part of hidden's gradient
+
+
+def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: Rollout, loss_fn: LossFn,
+              temperature: float, entropy: bool, by_token: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Head and loss of hidden states (B, S, D): what loss_fn(Output, microbatch) says, (loss, stats).
+
+    by_token : the loss is a sum over tokens. A large head then goes through some columns at a time, and the logits are
+               not computed twice (kernels/head_loss.py): loss_fn is called for each piece, as it is for the columns of
+               each rank in context parallelism
+    """
+    if not (by_token and is_large(model, targets)):
+        return loss_fn(head_output(model, hidden, targets, temperature, entropy), microbatch)
+    if microbatch.row_tokens is None:
+        microbatch = microbatch.replace(row_tokens=microbatch.action_mask.sum(1))
+    stats: dict[str, Tensor] = {}
+
+    def piece_loss(columns: slice, logprobs: Tensor, ent: Tensor | None) -> Tensor:
+        loss, found = loss_fn(Output(logprobs, ent), microbatch.columns(columns))
+        for name, value in found.items():
+            value, old = value.detach(), stats.get(name)
+            if old is None:
+                stats[name] = value
+            elif not name.startswith("row"):  # of whole rows: all pieces have it alike
+                stats[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
+        return loss
+
+    hidden, shard = enter_head(model, hidden)
+    loss = head_loss(hidden, model.head_weight, targets, piece_loss, temperature, entropy,
+                     softcap=model.config.final_logit_softcapping, **shard)
+    return loss, stats
+
+
+def is_large(model: Transformer, targets: Tensor) -> bool:
+    """Whether `linear_logprob` would compute the logits of targets (B, S) twice, and on a GPU it is fast at that."""
+    if model.config.num_labels or model.value_head is not None or targets.is_cuda:
+        return False
+    return targets.numel() * len(model.head_weight) > KEEP_LOGITS
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from kernels.linear_logprob import CHUNK_LOGITS, CHUNK_ROWS
+from kernels.linear_logprob import CHUNK_ROWS, CHUNK_WORDS, KEEP_LOGITS
 from minirl.checkpoint import read_model_config
 from minirl.config import UserError, check_not_negative, check_positive, run
 from minirl.lora import add_lora
@@ -212,7 +212,7 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0  # two averages and, below float32, master copies
     activations: int = 0
-    head: int = 0  # a chunk of logits and its gradient; the head in float32, and its gradient
+    head: int = 0  # a tile of logits and its gradient; the gradient of the head in float32
     buffers: int = 0  # what ZeRO has on its way
 
     @property
@@ -331,11 +331,11 @@ def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, s
     if not last:
         return total, 0
     V = model.head_weight.shape[0]
-    copy = 0 if s >= FLOAT else V * D * FLOAT  # the output matrix in float32 is an input of the head, and kept
-    total += -(-live // slices) * (layout.tokens * (norm_bytes(config, layout, D) + D * wide + wide + 8) + copy)
-    chunk = min(max(CHUNK_ROWS, CHUNK_LOGITS // V), layout.tokens)
+    kept = V * wide if layout.tp == 1 and V <= CHUNK_WORDS and layout.tokens * V <= KEEP_LOGITS else 0  # log-probs
+    total += -(-live // slices) * layout.tokens * (norm_bytes(config, layout, D) + D * s + wide + 8 + kept)
+    tile = min(CHUNK_ROWS, layout.tokens) * min(CHUNK_WORDS, V)
     gradient = V * D * wide if model.head_weight.requires_grad else 0
-    return total, 2 * chunk * V * wide + gradient
+    return total, 2 * tile * wide + gradient
 
 
 def cache_bytes(config: ModelConfig, itemsize: int = 2, layers: int | None = None, kv_heads: int | None = None) -> int:

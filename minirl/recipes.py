@@ -394,6 +394,11 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
     return loss, clipped
 
 
+def by_token(config: RecipeOptions) -> bool:
+    """Whether each token's loss is a matter of its own column, so that the head may go through some at a time."""
+    return config.surrogate == "reinforce" or (config.ratio == "token" and config.surrogate != "geometric")
+
+
 def document() -> str:
     """The table as Markdown: what `python -m minirl.recipes` prints, and docs/grpo_family.md shows."""
     lines = ["| recipe | from | idea | differs from `default` in |", "|---|---|---|---|"]

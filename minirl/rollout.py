@@ -79,6 +79,12 @@ class Rollout:
         return Rollout(**picked, texts=[self.texts[i] for i in order if self.texts],
                        turns=[self.turns[i] for i in order if self.turns])
 
+    def columns(self, columns: slice) -> Rollout:
+        """Some columns of every (B, S) tensor. What belongs to whole rows stays, and so do tokens and documents."""
+        S = self.action_mask.shape[1]
+        return self.replace(**{name: value[:, columns] for name, value in self.tensors().items()
+                               if value.dim() == 2 and value.shape[1] == S})
+
     def to(self, device: torch.device | str) -> Rollout:
         return self.replace(**{name: value.to(device) for name, value in self.tensors().items()})
 

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from kernels import linear_logprob
+from kernels import all_logprobs, head_loss, kl, linear_kl, linear_logprob, logprob
+from minirl.losses import aggregate, clipped_surrogate, loss_total, policy_stats
+from minirl.model import ModelConfig, Transformer
+from minirl.parallel import forward_backward, init_mesh
+from minirl.rollout import Rollout
 
 MODULE = sys.modules["kernels.linear_logprob"]  # the module; `kernels.linear_logprob` is the function
 
@@ -69,9 +73,10 @@ def test_gradcheck_of_the_entropy_alone():
 
 def test_the_size_of_a_chunk_changes_nothing(monkeypatch):
     results = []
-    for rows in (100, 3, 1):  # all at once; 7 = 3 + 3 + 1; row by row
+    monkeypatch.setattr(MODULE, "KEEP_LOGITS", 0)
+    for rows, words in ((100, 100), (3, 4), (1, 1)):  # all at once; 7 = 3 + 3 + 1, 11 = 4 + 4 + 3; number by number
         monkeypatch.setattr(MODULE, "CHUNK_ROWS", rows)
-        monkeypatch.setattr(MODULE, "CHUNK_LOGITS", 0)
+        monkeypatch.setattr(MODULE, "CHUNK_WORDS", words)
         hidden, weight, targets = problem(7, 11)
         out = linear_logprob(hidden, weight, targets, entropy=True)
         results.append((*out, *grads((out[0] + 0.3 * out[1]).sum(), hidden, weight)))
@@ -79,7 +84,8 @@ def test_the_size_of_a_chunk_changes_nothing(monkeypatch):
         assert_close(other, results[0], rtol=1e-12, atol=1e-12)
 
 
-def test_no_tensor_of_rows_by_vocabulary_is_kept_for_backward():
+def test_no_tensor_of_rows_by_vocabulary_is_kept_for_backward(monkeypatch):
+    monkeypatch.setattr(MODULE, "KEEP_LOGITS", 10_000)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         linear_logprob(*problem(50, 300), entropy=True)
@@ -203,7 +209,213 @@ def test_a_shard_whose_words_all_have_probability_zero():
     logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])[:, None].requires_grad_()
     for target, expected in ((0, -math.log(2)), (3, -math.inf)):
         shards = sharded(torch.ones(1, 1), logits, torch.tensor([target]), (2, 2), entropy=True)
-        for logprob, entropy in shards:
-            assert logprob.item() == pytest.approx(expected) and entropy.item() == pytest.approx(math.log(2))
-        grad, = grads(sum(logprob + entropy for logprob, entropy in shards).sum(), logits)
+        for logp, entropy in shards:
+            assert logp.item() == pytest.approx(expected) and entropy.item() == pytest.approx(math.log(2))
+        grad, = grads(sum(logp + entropy for logp, entropy in shards).sum(), logits)
         assert grad.isfinite().all()
+
+
+# ------------------------------------------------------------------ bias, normaliser, given logits
+
+
+def test_bias_and_log_normaliser_by_hand():
+    bias = torch.tensor([math.log(3.0), 0.0])  # logits 0 and 0: probabilities 3 / 4 and 1 / 4, normaliser log 4
+    logprobs, entropy, lse = linear_logprob(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([0, 1]), entropy=True,
+                                            bias=bias, lse=True)
+    assert logprobs.exp().tolist() == pytest.approx([0.75, 0.25])
+    assert entropy.tolist() == pytest.approx([0.562335] * 2, abs=1e-6) and lse.exp().tolist() == pytest.approx([4, 4])
+
+
+@pytest.mark.parametrize("keep", [0, 2**22])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_gradcheck_in_tiles_with_bias_and_all_results(monkeypatch, softcap, keep):
+    monkeypatch.setattr(MODULE, "KEEP_LOGITS", keep)
+    if not keep:
+        monkeypatch.setattr(MODULE, "CHUNK_ROWS", 2)
+        monkeypatch.setattr(MODULE, "CHUNK_WORDS", 3)
+    hidden, weight, targets = problem(5, 7)
+    bias = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    function = lambda h, w, b: linear_logprob(h, w, targets, 0.6, True, softcap, bias=b, lse=True)
+    assert gradcheck(function, (hidden, weight, bias))
+    logits = (hidden @ weight.T + bias).detach().requires_grad_()
+    assert gradcheck(lambda z: logprob(z, targets, 0.6, True, softcap, lse=True), logits)
+    assert_close(logprob(logits, targets, 0.6, True, softcap, lse=True), function(hidden, weight, bias))
+    for i in range(3):  # each alone: an upstream gradient that is absent is 0, and not NaN
+        assert gradcheck(lambda h, i=i: function(h, weight.detach(), bias.detach())[i], hidden)
+
+
+def test_log_probs_are_probabilities_in_every_form():
+    """Of a softmax: none above 0, and all words together 1. A wrong scale or layout shows here first."""
+    hidden, weight, _ = problem(3, 5000, dtype=torch.float32)
+    words = torch.arange(5000).expand(3, -1)
+    for got in (linear_logprob(hidden[:, None].expand(-1, 5000, -1), weight, words, 0.3),
+                logprob((hidden @ weight.T)[:, None].expand(-1, 5000, -1), words, 0.3),
+                all_logprobs(hidden @ weight.T, 0.3)):
+        assert got.max() <= 1e-6
+        assert_close(got.exp().sum(1), torch.ones(3), rtol=0, atol=1e-4)
+
+
+# ------------------------------------------------------------------ KL of whole distributions
+
+
+def pair(rows, vocab, dtype=torch.float64):
+    """(hidden, weight, bias) of the policy, and of a reference with another hidden size."""
+    g = torch.Generator().manual_seed(vocab)
+    make = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+    own = [x.requires_grad_() for x in (make(rows, 4), make(vocab, 4), make(vocab))]
+    return own, [make(rows, 3), make(vocab, 3), make(vocab)]
+
+
+def kl_of(own, ref, kind, **options):
+    return linear_kl(*own[:2], *ref[:2], kind, bias=own[2], ref_bias=ref[2], **options)
+
+
+def plain_kl(logits, ref_logits, kind):
+    p, q = logits.softmax(-1), ref_logits.softmax(-1)
+    one = lambda a, b: (a * (a / b).log()).sum(-1)
+    return {"reverse": one(p, q), "forward": one(q, p), "js": (one(p, (p + q) / 2) + one(q, (p + q) / 2)) / 2}[kind]
+
+
+def test_kl_by_hand():
+    logits, ref = torch.tensor([[0.7, 0.3]]).log(), torch.zeros(1, 2)
+    assert kl(logits, ref).item() == pytest.approx(0.082283, abs=1e-6)
+    assert kl(logits, ref, "forward").item() == pytest.approx(0.087177, abs=1e-6)  # -log(2 sqrt(.21))
+    assert kl(logits, ref, "js").item() == pytest.approx(0.021006, abs=1e-6)  # m = (.6, .4): (.021601 + .020411) / 2
+    d = logits[0] - math.log(0.5)  # of either token, as k1 would have it
+    assert d.tolist() == pytest.approx([0.33647, -0.51083], abs=1e-5)
+    assert (logits[0].exp() @ d).item() == pytest.approx(kl(logits, ref).item())  # its mean is the KL, not its value
+    with pytest.raises(ValueError, match="kind 'backward' does not exist"):
+        kl(logits, ref, "backward")
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
+def test_kl_and_its_gradient_to_the_policy(monkeypatch, kind, tiles):
+    if tiles:
+        monkeypatch.setattr(MODULE, "CHUNK_ROWS", 2)
+        monkeypatch.setattr(MODULE, "CHUNK_WORDS", 3)
+    own, ref = pair(5, 7)
+    logits, ref_logits = own[0] @ own[1].T + own[2], ref[0] @ ref[1].T + ref[2]
+    before = [x.detach().clone() for x in own + ref]
+    assert_close(kl_of(own, ref, kind), plain_kl(logits, ref_logits, kind))
+    assert_close(kl(logits / 0.6, ref_logits / 0.6, kind), kl_of(own, ref, kind, temperature=0.6))
+    for softcap in (0.0, 1.5):
+        assert gradcheck(lambda *x, c=softcap: kl_of(x, ref, kind, temperature=0.6, softcap=c), own)
+        given = logits.detach().requires_grad_(), ref_logits.detach()
+        assert gradcheck(lambda z, c=softcap, y=given[1]: kl(z, y, kind, 0.6, c), given[0])
+    assert not kl_of([x.detach() for x in own], [x.clone().requires_grad_() for x in ref], kind).requires_grad
+    assert_close([x.detach() for x in own + ref], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
+def test_kl_over_shards(kind):
+    own, ref = pair(6, 10)
+    part = lambda x, i: [x[0], x[1][4 * i : 4 * i + 4], x[2][4 * i : 4 * i + 4]]
+    shards = side_by_side(lambda i, reduce: kl_of(part(own, i), part(ref, i), kind, reduce=reduce), 3)
+    whole = kl_of(own, ref, kind)
+    for got in shards:
+        assert_close(got, whole)
+    assert_close(grads(sum(shards).sum(), *own), grads(whole.sum(), *own))
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
+def test_kl_of_extremes(kind):
+    values = torch.randn(1, 50257, generator=torch.Generator().manual_seed(0)).mul(8).bfloat16().requires_grad_()
+    same = kl(values, values, kind)
+    assert abs(same.item()) < 1e-6 and grads(same.sum(), values)[0].abs().max() < 1e-6
+    logits = torch.tensor([[1e4, 0.0, -math.inf]]).requires_grad_()  # what both exclude adds nothing
+    got = kl(logits, torch.tensor([[1e4, 1e4, -math.inf]]), kind)
+    expected = {"reverse": math.log(2), "forward": 5000 - math.log(2), "js": 0.215762}[kind]
+    assert got.item() == pytest.approx(expected, rel=1e-3)  # float32 numbers near 1e4 are 0.001 apart
+    assert grads(got.sum(), logits)[0].isfinite().all()
+    assert kl(torch.zeros(0, 5), torch.zeros(0, 5), kind).shape == (0,)
+    half = kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -math.inf]]), kind).item()  # q cannot give the second
+    assert half == pytest.approx({"reverse": math.inf, "forward": math.log(2), "js": 0.215762}[kind], abs=1e-6)
+
+
+# ------------------------------------------------------------------ head and loss in one pass
+
+
+def some_loss(logprobs, entropy, columns):
+    """Of its own column alone, not linear, and with an entropy bonus."""
+    weights = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0], [1.0, 1.0, -0.3, 2.0, 0.1]], dtype=logprobs.dtype)[:, columns]
+    bonus = 0 if entropy is None else 0.3 * entropy.square().sum()
+    return (weights * (logprobs + 1).exp()).sum() + bonus
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_head_loss_equals_log_probs_then_loss(monkeypatch, columns, entropy, softcap):
+    monkeypatch.setattr(sys.modules["kernels.head_loss"], "HEAD_LOGITS", columns * 2 * 7)
+    hidden, weight, targets = problem(10, 7)
+    hidden, targets = hidden.detach().view(2, 5, 4).requires_grad_(), targets.view(2, 5)
+    bias = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    seen = []
+
+    def piece_loss(piece, logprobs, ent):
+        seen.append(piece.stop - piece.start)
+        return some_loss(logprobs, ent, piece)
+
+    ours = lambda h, w, b: head_loss(h, w, targets, piece_loss, 0.7, entropy, softcap, bias=b)
+
+    def theirs(h, w, b):
+        out = linear_logprob(h, w, targets, 0.7, entropy, softcap, bias=b)
+        return some_loss(*(out if entropy else (out, None)), slice(0, 5))
+
+    assert_close(ours(hidden, weight, bias), theirs(hidden, weight, bias))
+    assert seen == {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[columns]
+    assert_close(*(grads(3 * f(hidden, weight, bias), hidden, weight, bias) for f in (ours, theirs)))
+    assert gradcheck(ours, (hidden, weight, bias))
+    frozen = ours(hidden, weight.detach(), bias.detach())
+    assert_close(grads(frozen, hidden), grads(theirs(hidden, weight, bias), hidden))
+    again = ours(hidden, weight, bias)
+    grads(again, hidden, weight, bias)
+    with pytest.raises(RuntimeError, match="its backward runs once"):
+        again.backward()
+
+
+def test_head_loss_over_shards_and_a_loss_without_gradient():
+    hidden, weight, targets = problem(10, 9)
+    hidden, targets = hidden.detach().view(2, 5, 4).requires_grad_(), targets.view(2, 5)
+    piece_loss = lambda columns, logprobs, ent: some_loss(logprobs, ent, columns)
+    shards = side_by_side(lambda i, reduce: head_loss(hidden, weight[3 * i : 3 * i + 3], targets, piece_loss, 0.7, True,
+                                                      start=3 * i, reduce=reduce), 3)
+    whole = head_loss(hidden, weight, targets, piece_loss, 0.7, True)
+    for got in shards:
+        assert_close(got, whole)
+    assert_close(grads(sum(shards), hidden, weight), grads(whole, hidden, weight))
+    nothing = head_loss(hidden, weight, targets, lambda columns, logprobs, ent: logprobs.detach().sum())
+    assert all(g.count_nonzero() == 0 for g in grads(nothing, hidden, weight))
+
+
+def test_an_update_is_the_same_with_the_head_in_one_pass(monkeypatch):
+    """What forward_backward returns and leaves in the gradients: pieces of columns, with a sum a row and a maximum."""
+    monkeypatch.setattr(sys.modules["kernels.head_loss"], "HEAD_LOGITS", 3 * 4 * 30)  # three columns of four rows
+    model = Transformer(ModelConfig(30, 8, 16, 1, 2, 2, max_position_embeddings=16)).double()
+    model.init_weights(torch.Generator().manual_seed(0))
+    g = torch.Generator().manual_seed(1)
+    ids, lengths = torch.arange(4), torch.tensor([8, 5, 7, 3])
+    mask = (torch.arange(7) < lengths[:, None] - 1) & (torch.arange(7) > 0)
+    rows = Rollout(torch.randint(30, (4, 8), generator=g), mask, lengths, ids, ids,
+                   old_logprobs=-3 + torch.randn(4, 7, generator=g, dtype=torch.float64).mul(0.1),
+                   advantages=torch.randn(4, 1, generator=g, dtype=torch.float64))
+    found = []
+    for keep in (2**22, 0):
+        monkeypatch.setattr(sys.modules["minirl.logprobs"], "KEEP_LOGITS", keep)
+        for mode in ("token", "sequence"):
+            total = loss_total(mode, mask)
+            calls = []
+
+            def loss_fn(out, mb, mode=mode, total=total, calls=calls):
+                calls.append(mb.action_mask.shape[1])
+                per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.2)
+                return (aggregate(per_token, mb.action_mask, mode, total, row_tokens=mb.row_tokens),
+                        policy_stats(out.logprobs, mb.old_logprobs, None, out.entropy, mb.advantages, mb.action_mask,
+                                     0.2, 0.2))
+
+            model.zero_grad()
+            stats = forward_backward(model, [rows], loss_fn, init_mesh("cpu"), 0.7, entropy=True, by_token=True)
+            found.append((stats, [p.grad.clone() for p in model.parameters()]))
+            assert calls == ([7] if keep else [3, 3, 1])
+    assert_close(found[2:], found[:2])

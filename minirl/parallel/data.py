@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minirl.logprobs import Output, output_here
+from minirl.logprobs import LossFn, Output, loss_here, shift
 from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, begin_all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
@@ -33,7 +33,6 @@ from minirl.parallel.pipeline import run_schedule, sum_tied_gradients
 from minirl.parallel.placement import is_tied, mark_tied, sum_partial_gradients
 from minirl.rollout import Rollout
 
-LossFn = Callable[[Output, Rollout], tuple[Tensor, dict[str, Tensor]]]
 BUCKET_BYTES = 25 * 2**20  # large enough to fill the network, small enough that the first leaves early
 
 
@@ -53,7 +52,7 @@ def barrier(mesh: Mesh) -> None:
 
 
 def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_fn: LossFn, mesh: Mesh,
-                     temperature: float = 1.0, entropy: bool = False) -> dict[str, float]:
+                     temperature: float = 1.0, entropy: bool = False, by_token: bool = False) -> dict[str, float]:
     """One optimizer update's worth of forward and backward passes; gradients end up summed over all replicas.
 
     loss_fn : (out, microbatch) -> (loss, stats). `loss` is already divided by the denominator of the whole update.
@@ -61,6 +60,8 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
               Under context parallelism a microbatch has this rank's columns; sums over whole rows, which all ranks
               of a cp group then have alike, have names that begin with "row".
     entropy : whether out.entropy is wanted (it is None otherwise). A reward model or critic gives out.values alone
+    by_token: the loss is a sum over tokens, each of which looks at its own column alone. With a large vocabulary
+              loss_fn is then called for some columns after the others, and three products of the head do for four
     returns : the stats of all microbatches and replicas, "loss" among them
 
     A parameter that no row reached has a gradient of zeros, in every layout.
@@ -71,7 +72,7 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
     if sync.in_step:
         microbatches, loss_fn = in_step(microbatches, loss_fn, mesh)
     with sync:
-        for stats in run(model, microbatches, loss_fn, mesh, temperature, entropy, sync.backward):
+        for stats in run(model, microbatches, loss_fn, mesh, temperature, entropy, by_token, sync.backward):
             for name, value in stats.items():
                 value = value.double()
                 old = totals.get(name, torch.zeros_like(value))
@@ -81,11 +82,13 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
 
 
 def one_by_one(model: Transformer, microbatches: Sequence[Rollout], loss_fn: LossFn, mesh: Mesh, temperature: float,
-               entropy: bool, backward: Callable) -> Iterator[dict[str, Tensor]]:
+               entropy: bool, by_token: bool, backward: Callable) -> Iterator[dict[str, Tensor]]:
     """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for number, microbatch in enumerate(microbatches, 1):
-        out = output_here(model, microbatch.tokens, temperature, microbatch.documents, entropy, mesh.cp_group)
-        loss, stats = loss_fn(out, cut_columns(microbatch, mesh))
+        inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
+        hidden = model(inputs, positions, documents)  # (B, S, D)
+        loss, stats = loss_here(model, hidden, targets, cut_columns(microbatch, mesh), loss_fn, temperature, entropy,
+                                by_token)
         backward(loss, last=number == len(microbatches))
         yield {**stats, "loss": loss.detach()}
 

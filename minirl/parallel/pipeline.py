@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl.config import UserError
-from minirl.logprobs import head_output, shift
+from minirl.logprobs import loss_here, shift
 from minirl.model import Frame, KVCache, ModelConfig, Transformer
 from minirl.parallel.collectives import broadcast, gather_objects, start_exchange
 from minirl.parallel.context import cut_columns
@@ -178,7 +178,7 @@ def plain_backward(tensor: Tensor, last: bool, grad: Tensor | None = None) -> No
 
 
 def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: Callable, mesh: Mesh,
-                 temperature: float = 1.0, entropy: bool = False,
+                 temperature: float = 1.0, entropy: bool = False, by_token: bool = False,
                  backward: Callable = plain_backward) -> list[dict[str, Tensor]]:
     """Forward and backward of every microbatch through the stages. Gradients add up in the parameters that are here.
 
@@ -202,8 +202,8 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
         x = None if x is None else x.requires_grad_()
         out = pipeline.run(model, number, x, inputs, model.frames(inputs, positions, documents, None))
         if number == len(pipeline.slices) - 1:
-            output = head_output(model, out, targets, temperature, entropy)
-            out, sums = loss_fn(output, cut_columns(microbatch, mesh))
+            out, sums = loss_here(model, out, targets, cut_columns(microbatch, mesh), loss_fn, temperature, entropy,
+                                  by_token)
             stats.append({**sums, "loss": out.detach()})
         live[op.microbatch, op.chunk] = x, out
         return out.detach()
