@@ -333,8 +333,8 @@ def cold_start(config: Config, is_main: bool) -> Path | None:
     folder = Path(config.run_dir) / "cold_start"
     if is_main:
         print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
-    same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems",
-            "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
+    same = ("seed", "device", "dtype", "impl", "task", "data", "eval_data", "drop_long_rows", "difficulty",
+            "eval_problems", "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
     return train_sft.main(train_sft.Config(
         run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
         eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))

@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.linear_logprob import Head, Reduce, Sums, check_temperature, row_chunks, spread, wide, word_chunks
+from kernels.linear_logprob import (
+    Head,
+    Impl,
+    Reduce,
+    Sums,
+    check_temperature,
+    pick,
+    row_chunks,
+    spread,
+    wide,
+    word_chunks,
+)
 
 Kind = Literal["reverse", "forward", "js"]
 HeadInputs = Sequence[Tensor | None]  # hidden (N, D), weight (V, D) or None, bias (V,) or None
@@ -33,7 +44,7 @@ HeadInputs = Sequence[Tensor | None]  # hidden (N, D), weight (V, D) or None, bi
 
 def linear_kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, kind: Kind = "reverse",
               temperature: float = 1.0, softcap: float = 0.0, reduce: Reduce | None = None, *,
-              bias: Tensor | None = None, ref_bias: Tensor | None = None) -> Tensor:
+              bias: Tensor | None = None, ref_bias: Tensor | None = None, impl: Impl = "auto") -> Tensor:
     """KL of the distributions that two heads make of two hidden states: nats, (...); gradient to the first three.
 
     hidden : (..., D), weight (V, D), bias (V,) or None: the policy's; differentiable, once
@@ -43,7 +54,8 @@ def linear_kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Te
     A token that p (of "forward": q) alone can give makes the KL inf; its gradient is then NaN. "js" is always finite.
     ValueError: an unknown kind, a temperature that is not above 0
     """
-    return _apply(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, kind, Head(temperature, softcap, 0, reduce))
+    head = Head(temperature, softcap, 0, reduce)
+    return _apply(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, kind, head, impl)
 
 
 def kl(logits: Tensor, ref_logits: Tensor, kind: Kind = "reverse", temperature: float = 1.0, softcap: float = 0.0,
@@ -53,13 +65,18 @@ def kl(logits: Tensor, ref_logits: Tensor, kind: Kind = "reverse", temperature: 
 
 
 def _apply(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, ref_hidden: Tensor, ref_weight: Tensor | None,
-           ref_bias: Tensor | None, kind: Kind, head: Head) -> Tensor:
+           ref_bias: Tensor | None, kind: Kind, head: Head, impl: Impl = "torch") -> Tensor:
     if kind not in Kind.__args__:
         raise ValueError(f"kind {kind!r} does not exist: use one of {', '.join(Kind.__args__)}")
     check_temperature(head.temperature)
     flat, ref_flat = (x.reshape(-1, x.shape[-1]) for x in (hidden, ref_hidden))
     ref = (None if x is None else x.detach() for x in (ref_flat, ref_weight, ref_bias))
-    return _LinearKl.apply(flat, weight, bias, *ref, kind, head).view(hidden.shape[:-1])
+    function = _LinearKl
+    if pick(impl, hidden) == "triton":
+        from kernels import triton_linear_kl  # here, since a laptop may not have Triton
+
+        function = triton_linear_kl.TritonLinearKl
+    return function.apply(flat, weight, bias, *ref, kind, head).view(hidden.shape[:-1])
 
 
 class Tile(NamedTuple):

@@ -37,12 +37,15 @@ is applied to the result; a padded position has a valid token id like any other)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Impl = Literal["auto", "torch", "triton"]
 Reduce = Callable[[Tensor, str], Tensor]  # (x, "sum" or "max") -> that over the ranks, on all of them
 
 CHUNK_ROWS = 1024  # with a byte vocabulary a tile is 1 MB of float32, the cache of one core;
@@ -53,7 +56,7 @@ KEEP_LOGITS = 2**22  # 16 MB: what is as small as this is kept for backward, and
 def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
                    entropy: bool = False, softcap: float = 0.0, start: int = 0,
                    reduce: Reduce | None = None, *, bias: Tensor | None = None,
-                   lse: bool = False) -> Tensor | tuple[Tensor, ...]:
+                   lse: bool = False, impl: Impl = "auto") -> Tensor | tuple[Tensor, ...]:
     """Log-prob of each target under softmax((hidden @ weight.T + bias) / temperature); differentiable, once.
 
     hidden  : (..., D)       weight : (V, D)       bias : (V,) or None       targets : (...) int64 in 0..V-1
@@ -61,15 +64,16 @@ def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     start   : number of the word of weight's first row, and
     reduce  : how to ask the ranks that have the others. All call this with the same hidden and targets, and get the
               same results; the gradient of hidden is **this shard's part** of a sum. None: all words are here
+    impl    : "auto", "torch" or "triton": see `pick`
     returns : logprobs (...) nats, or a tuple: logprobs; with entropy=True the entropy (...) nats; with lse=True the
               log-normaliser (...). All are differentiable
 
     All arithmetic is in float32, or float64 for float64 inputs: a bfloat16 logit near 20 is rounded by up to
     0.06, which the ratio of a policy gradient would take for a change of the policy.
     A logit of -inf is a token of probability 0. A row of nothing else has no distribution: NaN.
-    ValueError: a temperature that is not above 0.
+    ValueError: a temperature that is not above 0; Triton where it cannot be.
     """
-    return _apply(hidden, weight, bias, targets, temperature, entropy, lse, softcap, start, reduce)
+    return _apply(hidden, weight, bias, targets, temperature, entropy, lse, softcap, start, reduce, impl)
 
 
 def logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: bool = False, softcap: float = 0.0,
@@ -84,15 +88,42 @@ def all_logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def _apply(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, temperature: float,
-           entropy: bool, lse: bool, softcap: float, start: int,
-           reduce: Reduce | None) -> Tensor | tuple[Tensor, ...]:
+           entropy: bool, lse: bool, softcap: float, start: int, reduce: Reduce | None,
+           impl: Impl = "torch") -> Tensor | tuple[Tensor, ...]:
     check_temperature(temperature)
+    function = _LinearLogprob
+    if pick(impl, hidden) == "triton":
+        from kernels import triton_linear_logprob  # here, since a laptop may not have Triton
+
+        function = triton_linear_logprob.TritonLinearLogprob
     head = Head(temperature, softcap, start, reduce)
-    results = _LinearLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), head,
-                                   entropy)
+    results = function.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), head, entropy)
     logprobs, ent, norm = (None if x is None else x.view(targets.shape) for x in results)
     wanted = (logprobs, *[ent] * entropy, *[norm] * lse)
     return wanted if len(wanted) > 1 else logprobs
+
+
+def pick(impl: Impl, x: Tensor) -> Literal["torch", "triton"]:
+    """Which implementation computes with x. "auto": Triton on a GPU where it is installed, but not for float64."""
+    if impl == "auto":
+        return "triton" if x.is_cuda and x.dtype != torch.float64 and triton_installed() else "torch"
+    if impl not in Impl.__args__:
+        raise ValueError(f"impl {impl!r} does not exist: use one of {', '.join(Impl.__args__)}")
+    if impl == "triton":
+        if not triton_installed():
+            raise ValueError('impl "triton": it is not installed here (it runs on Linux alone): use "torch"')
+        if x.dtype == torch.float64:
+            raise ValueError('impl "triton" computes in float32, and inputs are float64: use "torch"')
+        from kernels.triton_linear_logprob import interpreted
+
+        if not x.is_cuda and not interpreted:
+            raise ValueError(f'impl "triton" needs a GPU, and inputs are on {x.device}: use "torch"')
+    return impl
+
+
+@cache
+def triton_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def check_temperature(temperature: float) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import head_loss, linear_logprob
-from kernels.linear_logprob import KEEP_LOGITS
+from kernels.linear_logprob import KEEP_LOGITS, pick
 from minirl.model import Transformer, restart
 from minirl.rollout import Rollout
 
@@ -95,7 +95,7 @@ def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature
     values = None if model.value_head is None else model.value_head(hidden)
     hidden, shard = enter_head(model, hidden)
     result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
-                            softcap=model.config.final_logit_softcapping, **shard)
+                            softcap=model.config.final_logit_softcapping, impl=model.head_impl, **shard)
     return Output(*result, values) if entropy else Output(result, None, values)
 
 
@@ -114,7 +114,7 @@ def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: R
                not computed twice (kernels/head_loss.py): loss_fn is called for each piece, as it is for the columns of
                each rank in context parallelism
     """
-    if not (by_token and is_large(model, targets)):
+    if not (by_token and is_large(model, hidden)):
         return loss_fn(head_output(model, hidden, targets, temperature, entropy), microbatch)
     if microbatch.row_tokens is None:
         microbatch = microbatch.replace(row_tokens=microbatch.action_mask.sum(1))
@@ -136,11 +136,12 @@ def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: R
     return loss, stats
 
 
-def is_large(model: Transformer, targets: Tensor) -> bool:
-    """Whether `linear_logprob` would compute the logits of targets (B, S) twice, and on a GPU it is fast at that."""
-    if model.config.num_labels or model.value_head is not None or targets.is_cuda:
+def is_large(model: Transformer, hidden: Tensor) -> bool:
+    """Whether the logits of hidden (B, S, D) would be computed twice: too many to keep, and not by Triton, where that
+    costs less than another pass over memory."""
+    if model.config.num_labels or model.value_head is not None or pick(model.head_impl, hidden) == "triton":
         return False
-    return targets.numel() * len(model.head_weight) > KEEP_LOGITS
+    return hidden[..., 0].numel() * len(model.head_weight) > KEEP_LOGITS
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels.linear_logprob import Impl
 from minirl.config import UserError
 from minirl.rope import Rotary
 from minirl.shape import ModelConfig
@@ -274,6 +275,7 @@ class Transformer(nn.Module):
         self.vocab = None  # under tensor parallelism: which words are here, and how to ask for the others
         self.value_head: nn.Module | None = None  # a critic that shares these layers: `critic.ValueHead`
         self.generation_config: dict = {}  # special tokens and sampling defaults of its folder, for the next save
+        self.head_impl: Impl = "auto"  # what computes log-probs: "torch", "triton", or what there is
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
         self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers
 

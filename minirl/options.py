@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from kernels.linear_logprob import Impl, pick
 from minirl.config import UserError, check_not_negative, check_positive
 from minirl.lora import add_lora, is_adapter, open_policy, read_targets
 from minirl.model import Transformer
@@ -27,6 +28,7 @@ class RunOptions:
     seed: int = 0  # of the initial weights, the order of the rows, the problems and the sampling
     device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
     dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
+    impl: Impl = "auto"  # what computes log-probs: torch or triton; auto is triton on a GPU
     save_every: int = 20  # steps between checkpoints
     keep: int = 2  # newest checkpoints to keep, besides step_0 and the best
 
@@ -87,6 +89,12 @@ def prepare(policy: Transformer, config, mesh: Mesh, base: str | Path | None) ->
         if policy.value_head is not None:
             policy.value_head.requires_grad_(True)  # new as the adapters are
     policy.gradient_checkpointing = config.gradient_checkpointing
+    try:
+        impl = pick(config.impl, policy.norm.weight)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    if mesh.is_main and not policy.config.num_labels:
+        print(f"log-probs: {impl}")
     return spread(policy, config, mesh, config.zero)
 
 
@@ -98,5 +106,6 @@ def open_reference(folder: str | Path, dtype: torch.dtype, config, mesh: Mesh) -
 
 def spread(model: Transformer, config, mesh: Mesh, zero_stage: int) -> Transformer:
     """`parallelize` by the flags."""
+    model.head_impl = config.impl
     return parallelize(model, mesh, sequence=config.sp, zero_stage=zero_stage, schedule=config.pipeline,
                        chunks=config.chunks, context_kind=config.cp_kind)
