@@ -96,7 +96,7 @@ def as_rollout(members: tuple[int, ...], world: World, logprobs: Tensor) -> Roll
     """One prompt and its answers, as `collect` and `look_again` would return them. An answer is as likely without the
     prompt, for there is but one; and the sampler agrees with the trainer."""
     index = torch.tensor(members)
-    states = world.theta.view(3, 3).log_softmax(1)
+    states = all_logprobs(world.theta.view(3, 3))
     entropy = -(states.exp() * states).sum(1)  # (3,) of each state
     entropy = torch.tensor([[entropy[0], entropy[1 + ANSWERS[i][0]] if len(ANSWERS[i]) > 1 else 0] for i in members],
                            dtype=torch.float64)

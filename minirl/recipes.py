@@ -396,7 +396,8 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
 
 def by_token(config: RecipeOptions) -> bool:
     """Whether each token's loss is a matter of its own column, so that the head may go through some at a time."""
-    return config.surrogate == "reinforce" or (config.ratio == "token" and config.surrogate != "geometric")
+    per_token = config.surrogate == "reinforce" or (config.ratio == "token" and config.surrogate != "geometric")
+    return per_token and not config.off_policy_gap  # which is a sum over the row
 
 
 def document() -> str:

@@ -21,6 +21,7 @@ from minirl.recipes import (
     RECIPES,
     TABLE,
     RecipeOptions,
+    by_token,
     document,
     fill_in,
     leave_out,
@@ -270,3 +271,23 @@ def test_every_row_trains(recipe, start, tmp_path):
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert rows[-1]["step"] == 2 and rows[-1]["skipped_steps"] == 0
     assert any(row.get("grad_norm", 0) > 0 for row in rows)
+
+
+def test_the_loss_of_some_columns_is_that_of_the_whole_where_by_token_says_so():
+    """The head may then go through them piece by piece. Where the row counts, a piece would say something else."""
+    g = torch.Generator().manual_seed(0)
+    rollout = rollout_of([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [4, 3, 2, 4])
+    rollout = rollout.replace(advantages=torch.randn(4, 1, generator=g, dtype=torch.float64),
+                              weights=torch.rand(4, 4, generator=g, dtype=torch.float64),
+                              ref_logprobs=rollout.old_logprobs - 0.1, row_tokens=rollout.action_mask.sum(1))
+    logprobs = rollout.old_logprobs + 0.5 * torch.randn(4, 4, generator=g, dtype=torch.float64)
+    seen = set()
+    for name in RECIPES:
+        config = Options(name)
+        whole = recipe_loss(logprobs, rollout, config)[0]
+        pieces = [recipe_loss(logprobs[:, c], rollout.columns(c), config)[0] for c in (slice(0, 1), slice(1, 4))]
+        mask = rollout.action_mask
+        equal = torch.allclose(torch.cat(pieces, 1)[mask], whole[mask])
+        assert equal >= by_token(config), name
+        seen.add((equal, by_token(config)))
+    assert seen >= {(True, True), (False, False)}
