@@ -458,6 +458,7 @@ def test_every_layout_trains_as_one_process_and_goes_on_as_one(layouts, spread, 
     alone, run_dir = layouts["token", 1], spread / str(layout) / "float64"
     for ours, theirs in zip(numbers(run_dir), numbers(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11)
+        assert ours.get("ratio_max_deviation", 0) <= 1e-12
     for step in (1, 2):
         assert sampled(run_dir, step) == sampled(alone, step)
     for name, tensor in weights(alone, 2).items():
