@@ -66,10 +66,10 @@ class Sample:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Rewards by part: what the steps' info holds under "parts", summed over the turns."""
+        """Rewards by part: what the steps' info holds under "rewards", summed over the turns."""
         found: dict[str, float] = {}
         for _, _, info in self.steps:
-            parts = info.get("parts") if isinstance(info, dict) else None
+            parts = info.get("rewards") if isinstance(info, dict) else None
             for name, value in (parts.items() if isinstance(parts, dict) else ()):
                 if isinstance(value, int | float) and abs(value) < float("inf"):
                     found[name] = found.get(name, 0.0) + value

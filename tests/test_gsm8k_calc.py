@@ -40,20 +40,21 @@ def test_the_demonstration_is_calls_and_what_follows_and_results_are_not_learnt(
 
 
 @pytest.mark.parametrize(("actions", "observations", "parts"), [
-    (["<calc>12+7</calc>\n", "#### 38"], ["19\n"], (1.0, 0.1, 0.1)),
-    (["#### 38"], [], (1.0, 0.1, 0.0)), (["it is 38"], [], (1.0, 0.0, 0.0)), (["#### 39"], [], (0.0, 0.1, 0.0)),
-    (["<calc>x</calc>\n", "#### 38"], ["error: not arithmetic\n"], (1.0, 0.1, 0.0)),
+    (["<calc>12+7</calc>\n", "#### 38"], ["19\n"], (1.0, 1.0, 1.0)),
+    (["#### 38"], [], (1.0, 1.0, 0.0)), (["it is 38"], [], (1.0, 0.0, 0.0)), (["#### 39"], [], (0.0, 1.0, 0.0)),
+    (["<calc>x</calc>\n", "#### 38"], ["error: not arithmetic\n"], (1.0, 1.0, 0.0)),
     (["<calc>1</calc><calc>2</calc>\n", ""], ["error: write <calc>12+7</calc>\n"], (0.0, 0.0, 0.0)),
     (["<calc>1+", ""], ["error: write <calc>12+7</calc>\n"], (0.0, 0.0, 0.0)),
-    (["#### 38 </calc>\n", "#### 41 #### 38"], ["error: write <calc>12+7</calc>\n"], (0.0, 0.1, 0.0))])
+    (["#### 38 </calc>\n", "#### 41 #### 38"], ["error: write <calc>12+7</calc>\n"], (0.0, 1.0, 0.0))])
 def test_rewards_by_part(env, actions, observations, parts):
     episode = env.reset(env.sample(1)[0])
     for action, observation in zip(actions, observations):
         step = episode.step(action)
         assert (step.observation, step.reward, step.done) == (observation, 0.0, False)
     step = episode.step(actions[-1])
-    assert step.done and step.observation == "" and tuple(step.info["parts"].values()) == parts
-    assert step.reward == pytest.approx(sum(parts)) and (step.reward >= 1) == (parts[0] == 1)
+    assert step.done and step.observation == "" and tuple(step.info["rewards"].values()) == parts
+    assert step.reward == pytest.approx(parts[0] + 0.1 * parts[1] + 0.1 * parts[2])
+    assert (step.reward >= 1) == (parts[0] == 1), "no sum of the small ones passes for a solution"
 
 
 def test_calls_come_to_an_end(env):

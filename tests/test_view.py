@@ -42,7 +42,7 @@ def write_run(folder, rollouts, task="calculator"):
         rollout = rollout.replace(
             old_logprobs=-(0.5 + columns) * rollout.action_mask, ref_logprobs=-(1.0 + columns) * rollout.action_mask,
             rewards=torch.tensor([reward for _, _, reward in rows]),
-            turns=[[Step("", 0.0, False, {"tool_call": True}), Step("", reward, True, {"parts": {"right": reward}})]
+            turns=[[Step("", 0.0, False, {"tool_call": True}), Step("", reward, True, {"rewards": {"right": reward}})]
                    for _, _, reward in rows])
         rollout.save(folder / "rollouts" / f"step_{step}" / "rank_0.safetensors")
     return folder
@@ -193,7 +193,7 @@ def test_a_browser_filters_clicks_and_is_not_fooled(run, capsys):
 def test_the_page_as_it_is_shows_markup_as_text_wherever_it_stands(tmp_path):
     evil = visible(HOSTILE)
     sample = Sample(evil, evil, 1, 0, 0, 0.5, True, [evil, evil], [False, True], None, None, None,
-                    [["", 0.5, {"parts": {evil: 0.5}, evil: HOSTILE}]])
+                    [["", 0.5, {"rewards": {evil: 0.5}, evil: HOSTILE}]])
     file = tmp_path / "page.html"
     file.write_text(page([sample, sample], [{"run": evil, "step": 1, "shown": {evil: 1}, "logged": {}}]))
     dom = browse(file)

@@ -78,8 +78,8 @@ class Episode:
         right = gsm8k_reward(action, self.example.answer) == 1.0
         marked = "####" in action
         parts = {"right": float(right), "format": float(marked), "tools": float(self.turns > 1 and not self.failed)}
-        info |= {"format": marked, "parts": {name: WEIGHTS[name] * value for name, value in parts.items()}}
-        return Step("", sum(info["parts"].values()), True, info)
+        reward = sum(WEIGHTS[name] * value for name, value in parts.items())
+        return Step("", reward, True, info | {"format": marked, "rewards": parts})
 
     def call(self, action: str) -> tuple[str, bool]:
         """(what the tool says, whether the call worked). The call is what stands between the last brackets."""
