@@ -128,7 +128,7 @@ def test_flags_named_in_the_docs_exist():
     for module in commands:  # those that have several inputs use argparse themselves
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(module.__file__).read_text()))
     others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",
-              "--master_addr", "--master_port"}  # of plot and torchrun
+              "--master_addr", "--master_port", "--message"}  # of plot, torchrun and chat
     for page in (REPO / "docs").glob("*.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
         assert flags <= known | others, f"{page.name} names {flags - known - others}"
