@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 import train_sft
+from minirl.chat import turn_ends
 from minirl.checkpoint import (
     FREE_TO_CHANGE,
     check_tokenizer,
@@ -41,6 +42,7 @@ from minirl.data.preferences import Preferences, mismatched, read_preferences, s
 from minirl.env import make_env
 from minirl.env.loop import fit_to_context
 from minirl.evaluate import evaluate, sample_text
+from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, is_adapter, open_policy, save_policy, tokenizer_folder
 from minirl.losses import aggregate, loss_total, row_sum, sft_loss
@@ -84,6 +86,7 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     problems: int = 8192  # problems that the first model answers
     eval_problems: int = 500  # held-out problems that it answers; and, greedily, the trained one
     samples: int = 8  # answers to each; the best and the worst are a pair
+    pairs_per_problem: int = 1  # most pairs of a problem: the best answer with so many of the worst
     temperature: float = 1.0  # of these answers
     max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
     max_rows: int = 4096  # rows decoded at once
@@ -117,7 +120,7 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
 
     def __post_init__(self):
         check_shared(self)
-        check_positive(self, "problems", "temperature", "batch_size", "microbatch_size", "lr",
+        check_positive(self, "problems", "pairs_per_problem", "temperature", "batch_size", "microbatch_size", "lr",
                        "max_rows", "log_every", "eval_problems", "cold_start_steps")
         check_not_negative(self, "steps", "epochs", "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm",
                            "eval_every", "centring", "flip_labels")
@@ -170,16 +173,20 @@ def main(config: Config) -> Path | None:
     pairs_dir = Path(config.run_dir) / "pairs"
     if env is None:
         data = read_preferences(config.data, config.eval_data, tokenizer, config.template, config.seed)
+        if data.template:
+            tokenizer.chat_template = chat_template(data.template)  # written beside the model, for whoever talks to it,
+            tokenizer.add_stops(turn_ends(tokenizer, data.template))  # with the end of a turn, where its answers stop
     elif start_folder is None and not config.pairs:
-        sampling = dict(max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows,
-                        seed=config.seed)
-        sampled = [sample_pairs(policy, tokenizer, env, problems, config.samples, split, mesh, **sampling)
-                   for split, problems in (("train", config.problems), ("eval", config.eval_problems))]
-        data = Preferences(*sampled, tokenizer.pad_id, config.seed)
+        ask = partial(sample_pairs, policy, tokenizer, env, samples=config.samples, most=config.pairs_per_problem,
+                      mesh=mesh, max_new_tokens=max_new_tokens, temperature=config.temperature,
+                      max_rows=config.max_rows, seed=config.seed)
+        train, held_out = ask(split="train", problems=config.problems), ask(split="eval", problems=config.eval_problems)
+        data = Preferences(train, held_out, tokenizer.pad_id, config.seed)
     else:
-        saved = pairs_dir if start_folder else Path(config.pairs)
-        data = Preferences(*(Rollout.load(saved / f"{name}.safetensors") for name in ("train", "eval")),
-                           tokenizer.pad_id, config.seed)
+        data = Preferences.load(pairs_dir if start_folder else config.pairs, tokenizer.pad_id, config.seed)
+    if config.margins and data.train.rewards is None:
+        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
+                        "score_chosen and score_rejected")
     everything = data.size()
     data = data.fit(context, config.drop_long_rows)
     if mesh.is_main:
@@ -198,13 +205,9 @@ def main(config: Config) -> Path | None:
         save_config(config, config.run_dir)
     if start_folder is None:  # step_0 is kept for good: it is the reference of a resumed run
         if env and mesh.is_main:
-            data.train.save(pairs_dir / "train.safetensors")
-            data.held_out.save(pairs_dir / "eval.safetensors")
+            data.save(pairs_dir)
         save_checkpoint(config.run_dir, 0, policy, tokenizer, {}, {"step": 0}, config.keep, 0, save_policy, mesh)
     data = data.flipped(config.flip_labels)
-    if config.margins and data.train.rewards is None:
-        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
-                        "score_chosen and score_rejected")
 
     # ---- frozen reference, and what it says about the pairs
     ref_policy, has_reference = None, row is not None and row.reference

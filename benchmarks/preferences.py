@@ -72,7 +72,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 def grid(found: dict[str, dict[str, float]]) -> str:
     """The table of the flips: losses across, shares down."""
-    losses = list(dict.fromkeys(name.split()[0] for name in found))
+    losses = ("dpo", "cdpo", "robust", "ipo")
     shares = list(dict.fromkeys(name.split()[1] for name in found))
     lines = ["| wrong labels | " + " | ".join(f"`{loss}`" for loss in losses) + " |", "|---" * (len(losses) + 1) + "|"]
     for share in shares:

@@ -151,13 +151,20 @@ def test_the_best_answer_is_paired_with_the_worst_and_equals_give_no_pair():
     assert len(best_and_worst(rollout([1, 1], [0, 0]))) == 0
 
 
+def test_the_best_answer_may_meet_several_of_the_worst_each_another_text():
+    rows = rollout([0, 1, 0.5, 0, 1, 0], [3] * 6)
+    rows.tokens[3] = rows.tokens[0]
+    assert best_and_worst(rows, 9).sample_ids.tolist() == [1, 0, 1, 5, 1, 2], "row 3 says what row 0 said"
+    assert best_and_worst(rows, 2).sample_ids.tolist() == [1, 0, 1, 5]
+
+
 @pytest.mark.parametrize("task", ["addition", "calculator"])
 def test_a_policy_that_is_never_right_gives_no_pair_and_a_clear_line(task):
     env = make_env(task, difficulty=1)
     policy = Transformer(ModelConfig(258, 8, 8, 1, 2, 2, max_position_embeddings=64, rope_theta=100.0))
     policy.init_weights(torch.Generator().manual_seed(0))
     with pytest.raises(UserError, match=f"3 problems of {task}, answered 2 times each, gave no pair"):
-        sample_pairs(policy, BYTES, env, 3, 2, "train", Mesh(), max_new_tokens=2, seed=0)
+        sample_pairs(policy, BYTES, env, 3, 2, 1, "train", Mesh(), max_new_tokens=2, seed=0)
 
 
 def test_mismatched_rows_are_a_prompt_with_the_next_pairs_answer():

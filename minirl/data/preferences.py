@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -122,9 +123,9 @@ def stack(pairs: Sequence[Pair], pad_id: int) -> Rollout:
 
 # ---- from an environment ----
 
-def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int, samples: int, split: str,
-                 mesh: Mesh, **sampling: Any) -> Rollout:
-    """`samples` answers to each of the split's first `problems`, the best paired with the worst: at most one pair each.
+def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int, samples: int, most: int,
+                 split: str, mesh: Mesh, **sampling: Any) -> Rollout:
+    """`samples` answers to each of the split's first `problems`, made into at most `most` pairs each.
 
     sampling : passed to `generate` (max_new_tokens, temperature, seed, max_rows)
     returns  : the same pairs on every rank, on the CPU. UserError: there is none, for all answers score alike
@@ -133,7 +134,8 @@ def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: 
     with gathered(policy):
         if mine:
             examples = env.sample(len(mine), start=mine.start, split=split)
-            rollout = best_and_worst(collect(policy, tokenizer, env, examples, samples, mine.start, **sampling))
+            rollout = collect(policy, tokenizer, env, examples, samples, mine.start, **sampling)
+            rollout = best_and_worst(rollout, most)
     pairs = gather_rollouts(rollout, mesh.data_group)
     if not len(pairs):
         raise UserError(f"{problems} problems of {env.name}, answered {samples} times each, gave no pair: the answers "
@@ -142,19 +144,23 @@ def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: 
     return pairs.replace(group=ids // 2, sample_ids=ids)
 
 
-def best_and_worst(rollout: Rollout) -> Rollout:
-    """Of each prompt the row with the highest reward, then the one with the lowest; of equal ones the first.
+def best_and_worst(rollout: Rollout, most: int = 1) -> Rollout:
+    """Of each prompt the answer with the highest reward, paired with the one with the lowest; of equals the first.
 
-    A prompt whose rewards are all equal gives nothing. Sampling errors and lengths travel with the rows: an answer that
-    was cut at the limit has no EOS, here as where it was sampled.
+    most : pair it with so many of the lowest, each another text; none that has the highest reward as well. So a prompt
+           whose rewards are all equal gives nothing. An answer that was cut at the limit has no EOS, here as elsewhere
     """
-    picked = []
-    for prompt in rollout.group.unique().tolist():
-        rows = (rollout.group == prompt).nonzero()[:, 0]
-        rewards = rollout.rewards[rows]
-        best, worst = rewards.argmax(), rewards.argmin()
-        if rewards[best] > rewards[worst]:
-            picked += [int(rows[best]), int(rows[worst])]
+    rewards, picked = rollout.rewards.tolist(), []
+    texts = [tuple(row[:length]) for row, length in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
+    prompts: dict[int, list[int]] = {}
+    for row, prompt in enumerate(rollout.group.tolist()):
+        prompts.setdefault(prompt, []).append(row)
+    for rows in prompts.values():
+        best = max(rows, key=lambda row: rewards[row])
+        worse = {texts[row]: row for row in sorted(rows, key=lambda row: (-rewards[row], -row))  # the first one stays
+                 if rewards[row] < rewards[best]}
+        for row in sorted(worse.values(), key=lambda row: (rewards[row], row))[:most]:
+            picked += [best, row]
     kept = Rollout(rollout.tokens, rollout.action_mask, rollout.lengths, rollout.group, rollout.sample_ids,
                    rewards=rollout.rewards)
     return kept.rows(torch.tensor(picked, dtype=torch.int64, device=rollout.tokens.device))
@@ -172,6 +178,16 @@ class Preferences:
     def __init__(self, train: Rollout, held_out: Rollout, pad_id: int, seed: int = 0, template: str = ""):
         self.train, self.held_out, self.pad_id, self.seed, self.template = train, held_out, pad_id, seed, template
         self._order = lru_cache(2)(self._epoch)  # a batch may reach into the next epoch
+
+    @staticmethod
+    def load(folder: str | Path, pad_id: int, seed: int = 0) -> Preferences:
+        """What `save` wrote."""
+        return Preferences(*(Rollout.load(Path(folder) / f"{name}.safetensors") for name in ("train", "eval")), pad_id,
+                           seed)
+
+    def save(self, folder: str | Path) -> None:
+        for name, pairs in (("train", self.train), ("eval", self.held_out)):
+            pairs.save(Path(folder) / f"{name}.safetensors")
 
     def size(self) -> int:
         """Pairs to learn."""
