@@ -614,3 +614,30 @@ def test_a_teacher_is_any_callable_and_only_good_rows_are_kept():
     assert [(error.kind, str(error)[:7]) for error in refused] == [("unknown tool", "task 1:")]
     rows, refused = synthesise(tasks[:1], teacher, {"add": lambda a, b: 1 / 0}, judge=lambda messages: 0.0)
     assert not rows and refused[0].kind == "quality"
+
+
+def test_the_flags_of_the_command(shared, tmp_path, capsys):
+    bfcl, bench, out = shared / "data/bfcl", shared / "data/toolbench", tmp_path / "out.jsonl"
+    multiple = bfcl / "BFCL_v4_multiple.json"
+    run(capsys, "bfcl", multiple, out)
+    plain = read(out)
+    assert "120 written" in run(capsys, "bfcl", multiple, out, "--shuffle-tools", "--recovery", 1)
+    rows = read(out)
+    assert [row["messages"] for row in rows[:60]] == [row["messages"] for row in plain]
+    assert sum(row["tools"] != other["tools"] for row, other in zip(rows, plain)) > 50
+    for row in rows:
+        encode_row(row, "row", BYTES, "plain")
+        check_trajectory(row["messages"] if "messages" in row else row["completion"][-1:] and row["prompt"][:1] +
+                         row["completion"], row["tools"])
+    answers = sorted((bench / "answer").glob("*.json"))
+    run(capsys, "toolbench", *answers, out)
+    assert "sales@act.nc" in out.read_text() and "+687 27.25.92" in out.read_text()
+    run(capsys, "toolbench", *answers, out, "--scrub")
+    assert "@act.nc" not in out.read_text() and "+687" not in out.read_text() and "<email-1>" in out.read_text()
+    assert "3 rows, 1 converted, 2 refused" in run(capsys, "toolbench", *answers, out, "--min-quality", 0.95), (
+        "one of the two asks for the same thing twice")
+    assert "5 rows, 5 converted" in run(capsys, "toolbench", bench / "instruction/G1_query.json", out, "--prompts")
+    task = read(out)[0]
+    assert [tool["function"]["name"] for tool in task["tools"]] == ["checkhealth_for_squake", "projects_for_squake"]
+    with pytest.raises(UserError, match="none of the 1 rows"):
+        run(capsys, "toolbench", bench / "answer/G2_127.json", out, "--pairs")
