@@ -115,6 +115,9 @@ class Config(PPOOptions, LayoutOptions, AdapterOptions, RunOptions):
         check_positive(self, "temperature", "steps", "epochs", "minibatches", "microbatch_size", "max_rows", "lr",
                        "eval_problems", "cold_start_steps")
         check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
+        if self.value_pretraining >= self.steps:
+            raise UserError(f"--value-pretraining {self.value_pretraining} leaves nothing of --steps {self.steps} to the "
+                            "policy: give it more steps")
         if self.prompts_per_step * self.group_size % self.minibatches:
             raise UserError(f"--minibatches {self.minibatches} does not divide the {self.prompts_per_step} x "
                             f"{self.group_size} rows of a rollout")
@@ -260,8 +263,9 @@ def main(config: Config) -> None:
 
         # (4) updates of critic and policy
         updates, critic_updates = [], []
-        lr, critic_lr = (lr_at(step - 1, config.steps, peak, config.warmup_steps, config.schedule)
-                         for peak in (config.lr, config.critic_lr))
+        before = config.value_pretraining  # the policy's warm-up begins behind it: Adam's first steps are its largest
+        lr = lr_at(max(0, step - 1 - before), config.steps - before, config.lr, config.warmup_steps, config.schedule)
+        critic_lr = lr_at(step - 1, config.steps, config.critic_lr, config.warmup_steps, config.schedule)
         for minibatch in rollout.minibatches(config.minibatches, config.epochs):
             mode, mask = config.aggregate, minibatch.action_mask
             minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))

@@ -286,7 +286,8 @@ def test_metrics_have_the_names_that_cleanrl_made_standard(tmp_path, start):
 
 
 def test_value_pretraining_leaves_the_policy_as_it_is(tmp_path, start):
-    rows = ppo(tmp_path / "run", start, value_pretraining=2, steps=2)
+    ppo(tmp_path / "run", start, value_pretraining=2, steps=3)
+    rows = numbers(tmp_path / "run")[:3]
     first, last = (load_file(tmp_path / f"run/step_{step}/model.safetensors") for step in (0, 2))
     assert all(torch.equal(first[name], last[name]) for name in first)
     assert "loss" not in rows[-1] and rows[-1]["value_loss"] > 0 and rows[-1]["updates"] == 0
@@ -331,7 +332,7 @@ def test_a_cut_is_an_end_unless_it_is_asked_otherwise(tmp_path, start):
 
 def test_vapo_is_a_row_of_options_and_what_is_given_counts_more():
     config = train_ppo.Config(vapo=True, eps_high=0.2, prompts_per_step=12)
-    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (16, 1.0, 0.1, 5.0)
+    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (8, 1.0, 0.1, 5.0)
     assert (config.eps_high, config.prompts_per_step) == (0.2, 12)
     assert train_ppo.Config().group_size == 1
 
@@ -342,6 +343,7 @@ BAD = [
     ("--gamma 1.5", "--gamma 1.5: it must lie between 0 and 1"),
     ("--lam -0.1", "--lam -0.1: it must lie between 0 and 1"),
     ("--value-pretraining 3 --critic joint", "--value-pretraining trains a critic while the policy stands still"),
+    ("--value-pretraining 3 --steps 3", "--value-pretraining 3 leaves nothing of --steps 3"),
     ("--minibatches 3 --prompts-per-step 4", "--minibatches 3 does not divide the 4 x 1 rows"),
     ("--missing-eos-penalty -1", "--missing-eos-penalty is -1.0: it must be 0 or above"),
     ("--advantage td", "invalid choice: 'td'"),
