@@ -116,8 +116,8 @@ class Config(PPOOptions, LayoutOptions, AdapterOptions, RunOptions):
                        "eval_problems", "cold_start_steps")
         check_not_negative(self, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
         if self.value_pretraining >= self.steps:
-            raise UserError(f"--value-pretraining {self.value_pretraining} leaves nothing of --steps {self.steps} to the "
-                            "policy: give it more steps")
+            raise UserError(f"--value-pretraining {self.value_pretraining} leaves nothing of --steps {self.steps} to "
+                            "the policy: give it more steps")
         if self.prompts_per_step * self.group_size % self.minibatches:
             raise UserError(f"--minibatches {self.minibatches} does not divide the {self.prompts_per_step} x "
                             f"{self.group_size} rows of a rollout")
