@@ -286,7 +286,7 @@ def test_metrics_have_the_names_that_cleanrl_made_standard(tmp_path, start):
 
 
 def test_value_pretraining_leaves_the_policy_as_it_is(tmp_path, start):
-    ppo(tmp_path / "run", start, value_pretraining=2, steps=3)
+    ppo(tmp_path / "run", start, value_pretraining=2, steps=3, keep=2)
     rows = numbers(tmp_path / "run")[:3]
     first, last = (load_file(tmp_path / f"run/step_{step}/model.safetensors") for step in (0, 2))
     assert all(torch.equal(first[name], last[name]) for name in first)
