@@ -29,16 +29,16 @@ import train_sft  # noqa: E402
 from minirl.config import write_text  # noqa: E402
 from minirl.metrics import read_metrics  # noqa: E402
 
-PAIRS = (256, 4096)  # problems that the first policy answers for the reward model
-SHOWN = (1, 10, 20, 40, 60, 80, 120)  # rollouts
-ONCE = dict(save_every=10**6, keep=1)
+PROBLEMS = 8192  # that the first policy answers for the reward model
+SHOWN = (1, 10, 20, 30, 40, 60, 80)  # rollouts
+ONCE = dict(save_every=20, keep=1)
 BASE = ONCE | dict(until_accuracy=0.41, schedule="constant", eval_every=5, eval_rows=0)
-REWARD = ONCE | dict(loss="reward", eval_every=0)
-PPO = ONCE | dict(steps=SHOWN[-1], prompts_per_step=512, schedule="constant", lr=5e-4, eval_every=0)
+REWARD = ONCE | dict(loss="reward", problems=PROBLEMS, epochs=4.0, eval_every=0)
+PPO = ONCE | dict(steps=SHOWN[-1], prompts_per_step=64, group_size=4, schedule="constant", lr=5e-4, eval_every=0)
 WAYS = {
     "free": dict(kl_coef=0.0),
-    "KL 0.1": dict(kl_coef=0.1),
-    "taught": dict(kl_coef=0.0, prompts_per_step=128, group_size=4, reward_model_every=1),
+    "`--kl-coef 0.2`": dict(kl_coef=0.2),
+    "`--reward-model-every 1`": dict(kl_coef=0.0, reward_model_every=1),
 }
 BEGIN, END = "<!-- overoptimisation.py -->\n", "<!-- end -->\n"
 
@@ -48,7 +48,10 @@ def train(trainer: ModuleType, folder: Path, **options) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "a") as log, redirect_stdout(log):
         trainer.main(trainer.Config(run_dir=str(folder), resume=True, **options))
-    return folder / f"step_{read_metrics(folder / 'metrics.jsonl')[-1]['step']}"
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    if not {"eval/accuracy", "eval/preference_accuracy"} & last.keys():  # which only the last step has
+        raise SystemExit(f"stopped in {folder}")
+    return folder / f"step_{last['step']}"
 
 
 def around(rows: list[dict], step: int, name: str) -> float:
@@ -62,21 +65,19 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="put the table into docs/ppo.md")
     args = parser.parse_args()
     base = train(train_sft, args.run_dir / "base", **BASE)
-    lines = ["| problems behind the reward model | accuracy on its pairs | way | " +
-             " | ".join(f"after {step}" for step in SHOWN) + " | best |", "|---" * (len(SHOWN) + 4) + "|"]
-    for pairs in PAIRS:
-        reward_model = train(train_dpo, args.run_dir / f"reward_{pairs}", init=str(base), problems=pairs, **REWARD)
-        accuracy = read_metrics(reward_model.parent / "metrics.jsonl")[-1]["eval/preference_accuracy"]
-        for way, options in WAYS.items():
-            run = train(train_ppo, args.run_dir / f"ppo_{pairs}_{way.replace(' ', '_')}", init=str(base),
-                        reward_model=str(reward_model), **PPO | options)
-            rows = read_metrics(run.parent / "metrics.jsonl")
-            cells = [f"{around(rows, step, 'reward_mean'):.2f} ({around(rows, step, 'score_mean'):+.1f})"
-                     for step in SHOWN]
-            best = max(range(1, SHOWN[-1] + 1), key=lambda step: around(rows, step, "reward_mean"))
-            lines.append(f"| {pairs} | {accuracy:.3f} | {way} | " + " | ".join(cells) +
-                         f" | {around(rows, best, 'reward_mean'):.2f} after {best} |")
-            print(lines[-1], flush=True)
+    reward_model = train(train_dpo, args.run_dir / "reward", init=str(base), **REWARD)
+    accuracy = read_metrics(reward_model.parent / "metrics.jsonl")[-1]["eval/preference_accuracy"]
+    print(f"the reward model is right about {accuracy:.3f} of the held-out pairs")
+    lines = ["| | " + " | ".join(f"after {step}" for step in SHOWN) + " | best |", "|---" * (len(SHOWN) + 2) + "|"]
+    for number, (way, options) in enumerate(WAYS.items()):
+        run = train(train_ppo, args.run_dir / f"ppo_{number}", init=str(base), reward_model=str(reward_model),
+                    **PPO | options)
+        rows = read_metrics(run.parent / "metrics.jsonl")
+        cells = [f"{around(rows, step, 'reward_mean'):.2f} ({around(rows, step, 'score_mean'):+.2f})"
+                 for step in SHOWN]
+        best = max(range(1, SHOWN[-1] + 1), key=lambda step: around(rows, step, "reward_mean"))
+        lines.append(f"| {way} | " + " | ".join(cells) + f" | {around(rows, best, 'reward_mean'):.2f} after {best} |")
+        print(lines[-1], flush=True)
     table = "\n".join(lines) + "\n"
     print("\n" + table)
     if args.docs:
