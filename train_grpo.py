@@ -11,6 +11,7 @@ reference by the trained policy between rounds.
 
     torchrun train_grpo.py                                         two-digit addition from nothing, minutes on a laptop
     torchrun train_grpo.py --task calculator                       learns to call a tool
+    torchrun train_grpo.py --recipe dapo                           another row of the table in minirl/recipes.py
     torchrun --nproc_per_node 2 train_grpo.py                      the same numbers on two ranks
     torchrun train_grpo.py --task gsm8k --data train.jsonl --init FOLDER --lr 1e-6
 """

@@ -108,6 +108,17 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     return PolicyLoss((-objective).expand_as(logp), clipped.expand_as(mask))
 
 
+def expert_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor, gamma: float = 0.1) -> Tensor:
+    """(B, S) loss of rows that an expert wrote, among the policy's own: -A p / (p + gamma), p = exp(logprobs).
+
+    LUFFY, arXiv:2504.14945: nobody knows what the expert's probabilities were, so they count as 1 and the ratio is p
+    itself. Shaped like this, a token that the policy finds unlikely has the larger gradient: by p itself it would have
+    hardly any. Advantages are A = r - mean over the expert's row and the others together, as everywhere.
+    """
+    p = torch.where(mask, logprobs, 0.0).exp()
+    return -advantages.detach() * p / (p + gamma)
+
+
 def check_pair(ratio: str, surrogate: str) -> None:
     """UserError unless the names exist and somebody has defined the pair."""
     for value, names, what in ((ratio, Ratio, "ratio"), (surrogate, Surrogate, "surrogate")):

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
+from minirl.advantages import group_advantages
 from minirl.config import UserError
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total
 from minirl.parallel import close_mesh, init_mesh
 from minirl.parallel.context import cut
-from minirl.policy_loss import Ratio, Surrogate, check_pair, policy_loss
+from minirl.policy_loss import Ratio, Surrogate, check_pair, expert_loss, policy_loss
 
 
 def defined(ratio, surrogate):
@@ -122,6 +123,19 @@ def test_reinforce_and_the_unclipped_ratio():
     assert loss_of([0.7], 2.0, dict(surrogate="reinforce"), old=-1.0) == (pytest.approx(0.6), [-2], [False])
     assert loss_of([0.7], 2.0, dict(surrogate="unclipped"))[:2] == (
         pytest.approx(-2 * math.exp(0.7)), pytest.approx([-2 * math.exp(0.7)]))
+
+
+def test_luffy_shapes_an_experts_tokens_so_that_unlikely_ones_learn():
+    p = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
+    logprobs, mask = p.log().requires_grad_(), torch.ones(1, 2, dtype=torch.bool)
+    loss = expert_loss(logprobs, torch.ones(1, 1), mask)
+    assert (-loss)[0].tolist() == pytest.approx([0.5, 0.9])
+    grad, = torch.autograd.grad(loss.sum(), logprobs)
+    assert (-grad)[0].tolist() == pytest.approx([0.25, 0.09])
+    assert (-grad / p)[0].tolist() == pytest.approx([2.5, 0.1])
+    assert gradcheck(lambda x: expert_loss(x, torch.full((1, 1), -2.0), mask), logprobs)
+    rewards = group_advantages(torch.tensor([1.0, 0, 1, 0]), torch.zeros(4).long(), "none")
+    assert rewards[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
 
 
 # ---- what holds for every pair ----

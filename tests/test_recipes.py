@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch.testing import assert_close
 
 import train_grpo
@@ -250,8 +251,8 @@ def test_a_bad_answer_that_the_policy_has_left_does_not_train():
 
 # ---- every row trains ----
 
-TINY = dict(device="cpu", difficulty=1, eval_problems=8, steps=2, prompts_per_step=8, group_size=4, minibatches=2,
-            cold_start_steps=5, cold_start_accuracy=0.0, eval_every=0)
+TINY = dict(device="cpu", dtype="float64", difficulty=1, eval_problems=8, steps=1, prompts_per_step=8, group_size=4,
+            minibatches=2, eval_every=0)
 
 
 @pytest.fixture(scope="module")
@@ -266,11 +267,59 @@ def start(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_row_trains(recipe, start, tmp_path):
-    train_grpo.main(train_grpo.Config(run_dir=str(tmp_path / "run"), init=str(start), recipe=recipe, dtype="float64",
-                                      **TINY))
+    train_grpo.main(train_grpo.Config(run_dir=str(tmp_path / "run"), init=str(start), recipe=recipe, **TINY))
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert rows[-1]["step"] == 2 and rows[-1]["skipped_steps"] == 0
-    assert any(row.get("grad_norm", 0) > 0 for row in rows)
+    assert rows[-1]["step"] == 1 and rows[-1]["skipped_steps"] == 0 and rows[-1]["grad_norm"] > 0
+
+
+STALE = dict(staleness=2, sampler_noise=0.1)
+SPREAD = [
+    ("dp", [("dapo", {}), ("clip_cov", dict(cov_share=0.1)), ("icepop", STALE), ("reinforce_pp", {}), ("gdpo", {})]),
+    ("cp", [("gspo", dict(eps_low=0.01, eps_high=0.01)), ("kimi", {}), ("gtpo", {}), ("deepseek_v32", {})]),
+    ("pp", [("top_entropy", {}), ("sar", {}), ("tis", STALE)]),
+]
+
+
+def train_several(folder, start, jobs, layout):
+    for recipe, extra in jobs:
+        train_grpo.main(train_grpo.Config(**TINY | dict(
+            run_dir=f"{folder}/{recipe}", init=start, recipe=recipe, steps=2, microbatch_size=6) | extra | layout))
+
+
+def numbers(run) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")}
+            for row in read_metrics(Path(run) / "metrics.jsonl")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("axis", "jobs"), SPREAD, ids=[axis for axis, _ in SPREAD])
+def test_two_ranks_train_as_one_process(axis, jobs, start, tmp_path):
+    train_several(tmp_path / "one", str(start), jobs, {})
+    run_ranks(train_several, 2, tmp_path / "two", str(start), jobs, {axis: 2}, timeout=120)
+    for recipe, _ in jobs:
+        for ours, theirs in zip(numbers(tmp_path / "two" / recipe), numbers(tmp_path / "one" / recipe), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), recipe
+
+
+def test_a_resumed_run_trains_on_the_rollouts_that_the_first_one_wrote(start, tmp_path):
+    def train(folder, **options):
+        train_grpo.main(train_grpo.Config(**TINY | dict(
+            run_dir=str(tmp_path / folder), init=str(start), recipe="tis", schedule="constant", steps=4)
+            | STALE | options))
+
+    train("unbroken")
+    train("broken", steps=1)
+    train("broken", resume=True)
+    assert numbers(tmp_path / "broken")[2:] == numbers(tmp_path / "unbroken")[2:]  # step 1 was the last, and evaluated
+    drift = [row["ratio_max_deviation"] for row in numbers(tmp_path / "unbroken")[1:]]
+    assert max(drift) < 1e-9  # the ratio is of the trainer's own log-probs; the weights carry the rest
+
+
+def test_stale_samples_are_those_of_an_older_policy(start, tmp_path):
+    train_grpo.main(train_grpo.Config(**TINY | dict(
+        run_dir=str(tmp_path / "run"), init=str(start), schedule="constant", steps=4, staleness=2, lr=1e-2)))
+    drift = [row["ratio_max_deviation"] for row in numbers(tmp_path / "run")[1:]]
+    assert drift[0] < 1e-9 < drift[1] and drift[3] > 1e-3
 
 
 def test_the_loss_of_some_columns_is_that_of_the_whole_where_by_token_says_so():
