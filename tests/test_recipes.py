@@ -340,3 +340,8 @@ def test_the_loss_of_some_columns_is_that_of_the_whole_where_by_token_says_so():
         assert equal >= by_token(config), name
         seen.add((equal, by_token(config)))
     assert seen >= {(True, True), (False, False)}
+
+
+def test_the_docs_show_the_table_as_it_is():
+    page = (REPO / "docs/grpo_family.md").read_text()
+    assert document() in page, "python -m minirl.recipes prints it"
