@@ -34,7 +34,7 @@ class Config:
     # benchmark
     out: str = "runs/recipes"  # folder of the runs, and of results.jsonl
     seeds: int = 3  # of everything: weights, problems, samples
-    steps: int = 60  # rollouts of 32 prompts x 16 answers
+    steps: int = 40  # rollouts of 32 prompts x 8 answers
     recipes: str = ""  # names with commas; empty: all
     flags: str = ""  # for all of them, such as "staleness=4 old_logprobs=trainer"; they belong to the name in the table
     table: bool = False  # print what there is, as Markdown, and run nothing
@@ -60,12 +60,12 @@ def main(config: Config) -> None:
 
 def cold_start(folder: Path, seed: int) -> Path:
     """A model that is right now and then."""
-    last = folder / "step_120"
+    last = folder / "step_60"
     if not last.is_dir():
         with contextlib.redirect_stdout(io.StringIO()):
             train_sft.main(train_sft.Config(
-                run_dir=str(folder), device="cpu", seed=seed, difficulty=1, hidden_size=64, layers=2, steps=120,
-                batch_size=64, lr=5e-3, warmup_steps=5, eval_every=0, eval_rows=0, eval_problems=8))
+                run_dir=str(folder), device="cpu", seed=seed, difficulty=1, hidden_size=48, layers=2, steps=60,
+                batch_size=64, lr=1e-2, warmup_steps=5, eval_every=0, eval_rows=0, eval_problems=8))
     return last
 
 
@@ -77,8 +77,8 @@ def measure(config: Config, recipe: str, name: str, flags: dict[str, str], start
     with contextlib.redirect_stdout(io.StringIO()):
         train_grpo.main(train_grpo.Config(**dict(
             run_dir=str(folder), init=str(start), recipe=recipe, device="cpu", seed=seed, difficulty=1,
-            steps=config.steps, prompts_per_step=32, group_size=16, minibatches=2, lr=2e-3, warmup_steps=5,
-            save_every=10**6, keep=1, eval_every=0, eval_problems=8) | options))
+            steps=config.steps, prompts_per_step=32, group_size=8, minibatches=2, lr=3e-3, warmup_steps=2,
+            schedule="constant", save_every=10**6, keep=1, eval_every=0, eval_problems=8) | options))
     seconds = time.perf_counter() - began
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     reached = next((row["step"] for row in steps if row["reward_mean"] >= 0.9), None)
