@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_linear_kl import kl_kernel, kl_slope_kernel
+from kernels.triton_linear_kl import halved, kl_kernel, kl_slope_kernel
 from kernels.triton_linear_logprob import LOWEST, Tiles, slope_kernel, sums_kernel, tiles_of
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32),
@@ -70,7 +70,7 @@ def signature(fn: triton.JITFunction, dtype: str) -> tuple[dict[str, str], dict,
 def compile_one(fn: triton.JITFunction, dtype: str, target: str) -> Resources:
     tiles = tiles_of(DTYPES[dtype], TARGETS[target].backend)
     if fn in (kl_kernel, kl_slope_kernel):
-        tiles = tiles._replace(block_v=tiles.block_v // 2)  # two sets of sums share the registers
+        tiles = halved(tiles)
     types, constants, attrs = signature(fn, dtype)
     given = {"HAS_BIAS": False, "HAS_REF_BIAS": False, "SOFTCAP": False, "UPCAST": False, "ENTROPY": True,
              "LOWEST": LOWEST, "KIND": KIND, "BLOCK_N": tiles.block_n, "BLOCK_V": tiles.block_v,

@@ -7,11 +7,11 @@ sum over tokens, and its denominator is known beforehand, nothing has to wait: f
            -> its part of the gradients of hidden and weight
 
 and then the next columns. Kept for the backward of the model is the gradient of hidden (and of the weight, which
-is there in any case). One chunk of logits and one of its gradient are alive, HEAD_LOGITS floats each.
+is there in any case). One chunk of HEAD_LOGITS floats is alive.
 
     products of 2 N D V operations    naive 3    linear_logprob 4    here 3
     bytes                             the weight once and its gradient twice a chunk; at 2,048 tokens, D = 896 and
-                                      V = 151,936 in 19 chunks: 31 GB beside 1.7 TFLOP
+                                      V = 151,936 in 10 chunks: 16 GB beside 1.7 TFLOP
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kernels.linear_logprob import Head, Reduce, Sums, check_temperature, row_ch
 
 # (columns, logprobs (B, s), entropy (B, s) or None) -> the share of the loss, a scalar
 PieceLoss = Callable[[slice, Tensor, Tensor | None], Tensor]
-HEAD_LOGITS = 2**24  # 64 MB of float32: thinner chunks read weight and gradient too often, thicker ones gain nothing
+HEAD_LOGITS = 2**25  # 128 MB of float32: for thinner chunks, weight and its gradient are read too often
+GROUP_LOGITS = 2**20  # 4 MB, which stay in the cache while the softmax goes over them several times
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, piece_loss: PieceLoss, temperature: float = 1.0,
@@ -57,26 +58,28 @@ class _HeadLoss(torch.autograd.Function):
         for columns in row_chunks(S, max(1, HEAD_LOGITS // (len(weight) * max(B, 1)))):
             here, words = hidden[:, columns].reshape(-1, D), targets[:, columns].reshape(-1)  # (n, D), (n,), n = B s
             logits = head.logits(here, weight, bias, every)  # (n, V)
-            bend = head.bend(logits) if head.softcap else None
-            sums = Sums.of(logits, words, head.start, entropy)  # leaves z - peak in logits, that of these words
+            groups = list(row_chunks(len(here), max(1, GROUP_LOGITS // len(weight))))
+            # Sums.of leaves z - peak in the logits, and slope makes their gradient of that.
+            sums = Sums.cat([Sums.of(logits[rows], words[rows], head.start, entropy) for rows in groups])
             whole = sums.over_ranks(head.reduce)
             logprobs, ent, _ = whole.results()
-            logp = logits.sub_((whole.peak - sums.peak + whole.total.log())[:, None])
+            shift = whole.peak - sums.peak + whole.total.log()  # this shard's peak may be lower
             with torch.enable_grad():
                 leaves = [x.view(B, -1).requires_grad_() for x in (logprobs, ent) if x is not None]
                 share = piece_loss(columns, leaves[0], leaves[1] if entropy else None)
                 found = torch.autograd.grad(share, leaves, allow_unused=True) if share.requires_grad else [None, None]
             loss += share.detach()
-            ups = [None if g is None else g.reshape(-1) / head.temperature for g in found]
-            grad = slope(logp, None if ent is None else ent.detach(), words, head.start, ups[0],
-                         ups[1] if entropy else None, None)
-            del logits, logp
-            if bend is not None:
-                grad.mul_(bend)
-            part = None if grad_hidden is None else grad.new_zeros(len(here), D)
-            spread(grad, here, weight, every, part, grad_weight, grad_bias)
+            ups = [None if g is None else g.reshape(-1) / head.temperature for g in (*found, None)]
+            for rows in groups:
+                bend = head.bend(logits[rows] + sums.peak[rows, None]) if head.softcap else None
+                ent_here, up, up_ent = (None if x is None else x[rows] for x in (ent, ups[0], ups[1]))
+                grad = slope(logits[rows].sub_(shift[rows, None]), ent_here, words[rows], head.start, up, up_ent, None)
+                logits[rows] = grad if bend is None else grad.mul_(bend)
+            part = None if grad_hidden is None else logits.new_zeros(len(here), D)
+            spread(logits, here, weight, every, part, grad_weight, grad_bias)
             if part is not None:
                 grad_hidden[:, columns] = part.view(B, -1, D)
+            del logits, grad  # (a view) or this chunk would still be there when the next begins
         grads = (None if g is None else g.to(x.dtype)
                  for g, x in zip((grad_hidden, grad_weight, grad_bias), (hidden, weight, bias)))
         ctx.grads = list(grads)

@@ -25,7 +25,7 @@ Backward makes each tile of logits again, which is one more product than autogra
                   products (2 N D V each)    floats alive beyond inputs and gradients
     autograd      3                          3 N V: logits, log_softmax, their gradient
     here          4                          2 tiles; N V <= KEEP_LOGITS: the log-probs are kept, and products are 3
-    head_loss     3                          HEAD_ROWS x V; the loss must be known (`head_loss.py`)
+    head_loss     3                          HEAD_LOGITS, 128 MB; the loss must be known (`head_loss.py`)
 
 Bytes: weight and its gradient pass once for each CHUNK_ROWS tokens, hidden and its gradient once for each CHUNK_WORDS
 words. At 2,048 tokens, D = 896 and V = 151,936 that is 4.4 GB beside 2.2 TFLOP: products decide, on any machine.
@@ -270,11 +270,10 @@ def slope(logp: Tensor, entropy: Tensor | None, targets: Tensor, first: int, gra
     """d loss / d z of one tile (n, w), from its log-probs, which it destroys; the three upstream gradients are (n,)."""
     level = (0 if grad_lse is None else grad_lse) - (0 if grad_logprobs is None else grad_logprobs)
     level = torch.as_tensor(level, dtype=logp.dtype, device=logp.device).expand(len(logp))[:, None]
-    grad = logp.exp()
     if grad_entropy is None:
-        grad.mul_(level)
+        grad = logp.exp_().mul_(level)
     else:
-        grad.mul_(finite(logp).add_(entropy[:, None]).mul_(-grad_entropy[:, None]).add_(level))
+        grad = logp.exp().mul_(finite(logp).add_(entropy[:, None]).mul_(-grad_entropy[:, None]).add_(level))
     if grad_logprobs is not None:
         column, here = local(targets, first, logp.shape[1])
         grad.scatter_add_(-1, column[:, None], grad_logprobs.where(here, 0)[:, None])

@@ -23,13 +23,15 @@ H200 (4.3 TB/s, 790 TFLOP/s):
                                                                                         in all  12.9 ms
     with the logits in memory: 9.7 ms for three products, and 13 passes over 5 GB of float32: 15 ms more
 
-Tiles. Of BLOCK_N x BLOCK_V logits a step over BLOCK_D reads BLOCK_N + BLOCK_V rows: 128 x 256 is 85 operations a byte
-of L2, and the largest whose float32 sums fit the registers of 8 warps (128 each). 64 numbers of D are 128 bytes, a
-whole line. Three steps under way take 144 KB of shared memory: sm_80 has 163, sm_90 227; gfx942 has 64, and takes 128
-x 128 and one step. In float32 a tensor core would round its inputs to 10 bits, so products are plain, and tiles small.
-Programs that run side by side have the same words and other tokens: a tile of the weight is read from memory once.
+Tiles. Of BLOCK_N x BLOCK_V logits a step over BLOCK_D reads BLOCK_N + BLOCK_V rows: 128 x 128 is 64 operations a byte
+of L2. Of 128 x 256, the sums and what is made of them do not fit the registers of 8 warps (352 bytes a thread go to
+memory; with 16 warps 216). 64 numbers of D are 128 bytes, a whole line. Three steps under way take up to 96 KB of
+shared memory: sm_80 has 163, sm_90 227; gfx942 has 64, and takes one step. In float32 a tensor core would round its
+inputs to 10 bits, so products are plain, and tiles small. Programs that run side by side have the same words and other
+tokens: a tile of the weight is read from memory once. (The resource table is in docs/kernels.md.)
 
-Offsets are int64: row 524,288 of hidden states of size 4,096 begins at number 2^31.
+Offsets are int64, for row 524,288 of hidden states of size 4,096 begins at number 2^31; row and word numbers are int32,
+which are compared with half the registers.
 """
 
 from __future__ import annotations
@@ -60,21 +62,22 @@ class Tiles(NamedTuple):
 def tiles_of(itemsize: int, backend: str = "cuda") -> Tiles:
     """By the bytes of an input number."""
     if itemsize == 4:
-        return Tiles(64, 64, 32, 4, 2)
-    return Tiles(128, 256, 64, 8, 3) if backend == "cuda" else Tiles(128, 128, 64, 8, 1)
+        return Tiles(64, 64, 16, 4, 3)
+    return Tiles(128, 128, 64, 8, 3 if backend == "cuda" else 1)
 
 
 @triton.jit
 def logits_of(hidden, weight, bias, rows, words, N, V, D, stride_n, stride_hd, stride_v, stride_wd, softcap,
               inverse_temperature, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Logits of BLOCK_N rows x BLOCK_V words, float32; 0 where there is no such word. rows and words are int64."""
+    """Logits of BLOCK_N rows x BLOCK_V words, float32; 0 where there is no such word."""
+    row, word = rows[:, None].to(tl.int64) * stride_n, words[None, :].to(tl.int64) * stride_v
     logits = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for begin in range(0, D, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
-        h = tl.load(hidden + rows[:, None] * stride_n + column[None, :] * stride_hd,
+        h = tl.load(hidden + row + column[None, :] * stride_hd,
                     mask=(rows < N)[:, None] & (column < D)[None, :], other=0.0)
-        w = tl.load(weight + words[None, :] * stride_v + column[:, None] * stride_wd,
+        w = tl.load(weight + word + column[:, None] * stride_wd,
                     mask=(words < V)[None, :] & (column < D)[:, None], other=0.0)
         if UPCAST:  # the interpreter has no products of bfloat16
             h, w = h.to(tl.float32), w.to(tl.float32)
@@ -93,18 +96,19 @@ def sums_kernel(hidden, weight, bias, targets, peaks, totals, dots, hits, N, V, 
                 UPCAST: tl.constexpr, ENTROPY: tl.constexpr, LOWEST: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid (blocks of rows, runs of `run` words): the Sums of each row over each run, (runs, N) float32."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1).to(tl.int64) * run
-    target = tl.load(targets + rows, mask=rows < N, other=-1) - start
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * run
+    target = (tl.load(targets + rows, mask=rows < N, other=-1) - start).to(tl.int32)
     peak = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
     hit = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for begin in range(first, tl.minimum(first + run, V), BLOCK_V):
-        words = begin + tl.arange(0, BLOCK_V).to(tl.int64)
+        words = begin + tl.arange(0, BLOCK_V)
         logits = logits_of(hidden, weight, bias, rows, words, N, V, D, stride_n, stride_hd, stride_v, stride_wd,
                            softcap, inverse_temperature, HAS_BIAS, SOFTCAP, UPCAST, BLOCK_N, BLOCK_V, BLOCK_D)
-        hit += tl.sum(tl.where(words[None, :] == target[:, None], logits, 0.0), 1)  # of no word beyond V: that is 0
+        # (A word beyond V has the logit 0, should the target of another shard have its number.)
+        hit += tl.sum(tl.where(words[None, :] == target[:, None], logits, 0.0), 1)
         logits = tl.where((words < V)[None, :], logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, 1))
         gap = logits - higher[:, None]
@@ -128,13 +132,12 @@ def slope_kernel(hidden, weight, bias, targets, lses, entropies, up_logprobs, up
                  HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, ENTROPY: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid (blocks of rows, blocks of words): d loss / d (product) of `width` words from `first`, (N, width)."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.program_id(1).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
-    words = first + column
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     real = rows < N
-    logits = logits_of(hidden, weight, bias, rows, words, N, V, D, stride_n, stride_hd, stride_v, stride_wd, softcap,
-                       inverse_temperature, HAS_BIAS, SOFTCAP, UPCAST, BLOCK_N, BLOCK_V, BLOCK_D)
-    target = tl.load(targets + rows, mask=real, other=-1) - start
+    logits = logits_of(hidden, weight, bias, rows, first + column, N, V, D, stride_n, stride_hd, stride_v, stride_wd,
+                       softcap, inverse_temperature, HAS_BIAS, SOFTCAP, UPCAST, BLOCK_N, BLOCK_V, BLOCK_D)
+    target = (tl.load(targets + rows, mask=real, other=-1) - start - first).to(tl.int32)
     up_logprob = tl.load(up_logprobs + rows, mask=real, other=0.0)
     logp = logits - tl.load(lses + rows, mask=real, other=float("inf"))[:, None]
     slope = (tl.load(up_lses + rows, mask=real, other=0.0) - up_logprob)[:, None]
@@ -142,12 +145,12 @@ def slope_kernel(hidden, weight, bias, targets, lses, entropies, up_logprobs, up
         entropy = tl.load(entropies + rows, mask=real, other=0.0)
         up_entropy = tl.load(up_entropies + rows, mask=real, other=0.0)
         slope = slope - up_entropy[:, None] * (tl.maximum(logp, -1e4) + entropy[:, None])  # 0 * -inf would be NaN
-    slope = tl.exp(logp) * slope + tl.where(words[None, :] == target[:, None], up_logprob[:, None], 0.0)
+    slope = tl.exp(logp) * slope + tl.where(column[None, :] == target[:, None], up_logprob[:, None], 0.0)
     slope *= inverse_temperature
     if SOFTCAP:
         bent = logits / (inverse_temperature * softcap)
         slope *= 1 - bent * bent
-    tl.store(grad + rows[:, None] * width + column[None, :], slope.to(grad.dtype.element_ty),
+    tl.store(grad + rows[:, None].to(tl.int64) * width + column[None, :], slope.to(grad.dtype.element_ty),
              mask=real[:, None] & (column < width)[None, :])
 
 

@@ -24,7 +24,7 @@ CLOSE = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat1
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that a vocabulary of 127 already has borders of tiles and runs."""
-    monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(16, 64, 16, 4, 1))
+    monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(32, 64, 16, 4, 1))
     monkeypatch.setattr(triton_module, "PROGRAMS", 12)
     monkeypatch.setattr(triton_module, "GRAD_LOGITS", 64 * 300)
 
