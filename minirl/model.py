@@ -282,6 +282,8 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """(V, D), the output matrix: the embedding itself when the two are tied."""
+        if self.config.num_labels:
+            raise UserError("a reward model or critic scores texts and has no words to say: give a language model")
         return self.embed_tokens.weight if self.tied else self.lm_head.weight
 
     @property

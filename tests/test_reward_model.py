@@ -109,6 +109,11 @@ def test_the_layers_are_the_policys_and_a_tied_head_is_left_behind():
         assert policy.embed_tokens.weight.abs().sum() > 0, "a copy, not the policy's own"
 
 
+def test_asked_for_words_it_says_what_it_is():
+    with pytest.raises(UserError, match="a reward model or critic scores texts"):
+        model_of().logits(torch.zeros(1, 16, dtype=f64))
+
+
 # ---- in layouts ----
 
 def train(mesh, **options) -> tuple[list[float], torch.Tensor]:
