@@ -4,6 +4,8 @@
     2. log-probs of both answers, under the policy and under the frozen model that it started from: in each, how much
        likelier has the answer become? c for the chosen one, r for the rejected one
     3. minimise -log sigmoid(beta (c - r)), or another loss of the family (--loss, `minirl/preference_losses.py`)
+    4. (not in the paper; --nll-coef 0 leaves it out) and the negative log-likelihood of the chosen answers, or both
+       answers may fall together
 
 No sampling while it learns, no critic: the pairs are those of the first model. Left out of the paper: nothing but its
 data sets; --task jsonl reads such. With --loss reward the same pairs train a reward model instead, for train_ppo.py.
@@ -99,7 +101,8 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
     label_smoothing: float | None = None  # share of pairs believed to be the wrong way round; none: the row's own
     gamma: float | None = None  # simpo: margin between the two answers; none: the row's own
     logprobs: Literal["auto", "sum", "mean"] = "auto"  # of an answer's tokens; auto: the row's own
-    nll_coef: float | None = None  # weight of the chosen answers' negative log-likelihood; none: the row's own
+    nll_coef: float | None = 1.0  # weight of the chosen answers' negative log-likelihood; 0 is DPO alone; none: the
+                                  # row's own
     reference: Literal["start", "uniform"] = "start"  # the model before the first update, or all answers alike
     precompute_ref: bool = False  # ask the reference about all pairs once, then let its memory go
     centring: float = 0.01  # reward: keeps the mean score of a pair at 0

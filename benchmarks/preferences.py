@@ -29,7 +29,8 @@ from minirl.parallel import Mesh  # noqa: E402
 from minirl.preference_losses import PREFERENCES  # noqa: E402
 from minirl.tokenizer import load_tokenizer  # noqa: E402
 
-OPTIONS = dict(problems=4096, epochs=4.0, lr=5e-4, eval_every=0, save_every=10**6, keep=1, log_every=100)
+OPTIONS = dict(problems=4096, epochs=4.0, lr=5e-4, nll_coef=None, eval_every=0, save_every=10**6, keep=1,
+               log_every=100)
 FLIPS = {f"{loss} {share}": dict(loss=loss, flip_labels=share, **({"label_smoothing": share} if smooths else {}))
          for share in (0.0, 0.1, 0.2, 0.3, 0.4)
          for loss, smooths in (("dpo", False), ("cdpo", True), ("robust", True), ("ipo", False))
