@@ -80,7 +80,7 @@ class Config(RecipeOptions, LayoutOptions, AdapterOptions, RunOptions):
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # task
-    task: str = "addition"  # addition, calculator, lookup, shop, countdown, code or gsm8k
+    task: str = "addition"  # addition, calculator, lookup, shop, countdown, code, walk or gsm8k
     rewards: Literal["task", "agentic", "maths"] = "task"  # what is paid: the task's verdict, or a mixture with it
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
     eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data

@@ -26,10 +26,12 @@ from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import all_logprobs
 from minirl.config import UserError, run
+from minirl.env.base import Step
 from minirl.losses import aggregate, loss_total, prompt_tokens
 from minirl.recipes import RECIPES, RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss, weigh
 from minirl.rollout import Rollout
@@ -94,29 +96,36 @@ def groups_of(logprobs: Tensor, size: int) -> list[tuple[tuple[int, ...], float]
 
 def as_rollout(members: tuple[int, ...], world: World, logprobs: Tensor) -> Rollout:
     """One prompt and its answers, as `collect` and `look_again` would return them. An answer is as likely without the
-    prompt, for there is but one; and the sampler agrees with the trainer."""
-    index = torch.tensor(members)
+    prompt, for there is but one; and the sampler agrees with the trainer. A word is a turn, which the environment
+    echoes: the columns are word, echo, word, (G, 3).
+    """
+    index, answers = torch.tensor(members), [ANSWERS[i] for i in members]
     states = all_logprobs(world.theta.view(3, 3))
     entropy = -(states.exp() * states).sum(1)  # (3,) of each state
-    entropy = torch.tensor([[entropy[0], entropy[1 + ANSWERS[i][0]] if len(ANSWERS[i]) > 1 else 0] for i in members],
+    entropy = torch.tensor([[entropy[0], entropy[1 + answer[0]] if len(answer) > 1 else 0] for answer in answers],
                            dtype=torch.float64)
-    lengths = torch.tensor([len(ANSWERS[i]) for i in members])
-    tokens = torch.tensor([[0, *ANSWERS[i], *[END] * (LIMIT - len(ANSWERS[i]))] for i in members])
-    return Rollout(tokens=tokens, action_mask=torch.arange(LIMIT) < lengths[:, None], lengths=lengths + 1,
+    words = torch.tensor([[*answer, *[END] * (LIMIT - len(answer))] for answer in answers])
+    chosen = torch.arange(LIMIT) < torch.tensor([[len(answer)] for answer in answers])
+    turns = [[Step("ab"[word], 0.0, False, {"tool_call": True}, "ab"[word]) for word in answer[:-1]]
+             + [Step("", reward, True, {"tool_call": True}, "ab."[answer[-1]])]
+             for answer, reward in zip(answers, world.rewards[index].tolist(), strict=True)]
+    words, mask, logprobs, entropy = (F.pad(x[:, :, None], (0, 1)).flatten(1)[:, :-1]
+                                      for x in (words, chosen, logprobs[index], entropy))
+    return Rollout(tokens=F.pad(words, (1, 0)), action_mask=mask, lengths=2 * chosen.sum(1),
                    group=torch.zeros(len(members), dtype=torch.int64), sample_ids=torch.arange(len(members)),
-                   old_logprobs=logprobs[index], sampler_logprobs=logprobs[index], alone_logprobs=logprobs[index],
-                   old_entropy=entropy, finished=torch.tensor([ANSWERS[i][-1] == END for i in members]),
-                   rewards=world.rewards[index])
+                   old_logprobs=logprobs, sampler_logprobs=logprobs, alone_logprobs=logprobs, old_entropy=entropy,
+                   finished=torch.tensor([answer[-1] == END for answer in answers]), rewards=world.rewards[index],
+                   turns=turns)
 
 
 def update(rollout: Rollout, recipe: RecipeOptions) -> Tensor:
-    """(G, 2): what one gradient step adds to the log-prob of each token, minus the gradient of the loss."""
+    """(G, 2): what one gradient step adds to the log-prob of each word, minus the gradient of the loss."""
     rollout = weigh(leave_out(rollout.replace(advantages=make_advantages(rollout, recipe, LIMIT)), recipe), recipe, 0)
     mask, mode, logprobs = rollout.action_mask, recipe.aggregate, rollout.old_logprobs.clone().requires_grad_()
     loss, _ = recipe_loss(logprobs, rollout, recipe)
     total = loss_total(mode, mask, group=rollout.group, constant_length=recipe.constant_length or LIMIT)
     loss = aggregate(loss, mask, mode, total, prompt_tokens(mask, rollout.group))
-    return -torch.autograd.grad(loss, logprobs)[0]
+    return -torch.autograd.grad(loss, logprobs)[0][:, ::2]  # of words, not of echoes
 
 
 def expected_update(recipe: RecipeOptions, world: World, group_size: int = GROUP) -> tuple[Tensor, float]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minirl.advantages import Baseline, Scale, constant_groups, group_advantages
+from minirl.advantages import Baseline, Scale, constant_groups
 from minirl.config import UserError, check_not_negative, check_positive
 from minirl.credit import amplify, grpo_s_rewards, gtpo_advantages, ucpo_advantages
 from minirl.gae import whiten
@@ -39,6 +39,7 @@ from minirl.shaping import (
     self_aligned_reward,
 )
 from minirl.token_weights import Mismatch, clip_cov, covariance, mismatch_weight, off_policy_keep, top_tokens
+from minirl.turns import Credit, ended_by_itself, turn_advantages, without_void_turns
 
 if TYPE_CHECKING:
     from minirl.model import Transformer
@@ -60,6 +61,9 @@ class RecipeOptions:
     baseline: Baseline | None = None  # what a reward is compared with
     advantage_scale: Scale | None = None  # divide by the std of the group, the batch, nothing
     std_ddof: Literal[0, 1] | None = None  # 1: that std divides by one less than the number of samples
+    credit: Credit | None = None  # which action of a row is it due to? minirl/turns.py has the table
+    turn_gamma: float | None = None  # what a reward loses with each turn that it is away, in turn, grow and gigpo
+    state_weight: float | None = None  # of gigpo's comparison of what was done in one state
     combine: Literal["sum", "separate"] | None = None  # add up rewards first, or the advantages of each (GDPO)
     entropy_credit: Literal["none", "gtpo", "grpo-s"] | None = None  # more for tokens, or answers, of high entropy
     ucpo_tau: float | None = None  # share of a group's positive advantage dealt out by rarity; 0: none
@@ -91,7 +95,8 @@ class RecipeOptions:
     aggregate: Mode | None = None  # how the tokens' losses are weighed
     constant_length: int | None = None  # of "constant": divide by rows x this many tokens; 0: the longest answer
     # filters
-    mask_truncated: bool | None = None  # answers cut at the limit count in the baseline and are not trained on
+    mask_truncated: bool | None = None  # rows cut at a limit count in the baseline and are not trained on
+    mask_void: bool | None = None  # nor are rows with an action that neither calls a tool nor gives an answer
     mask_constant: bool | None = None  # nor are groups of equal rewards, by the KL term or in the number of tokens
     resample: int | None = None  # rounds of sampling after the first, until all groups have unequal rewards
 
@@ -110,14 +115,14 @@ TABLE = {
     "default": row(
         "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash",
         overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
-        baseline="mean", advantage_scale="std", std_ddof=0, combine="sum", entropy_credit="none", ucpo_tau=0.0,
-        amplify=0.0, whiten=False,
+        baseline="mean", advantage_scale="std", std_ddof=0, credit="trajectory", turn_gamma=0.95, state_weight=1.0,
+        combine="sum", entropy_credit="none", ucpo_tau=0.0, amplify=0.0, whiten=False,
         ratio="token", surrogate="clip", eps_low=0.2, eps_high=0.2, dual_clip=0.0, tau=1.0, tau_negative=1.0,
         off_policy_gap=0.0,
         old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, top_entropy=1.0,
         cov="none", cov_share=0.0002, cov_coef=1.0,
         kl_coef=0.001, kl_kind="k3", kl_ratio=False, aggregate="token", constant_length=0,
-        mask_truncated=False, mask_constant=False, resample=0),
+        mask_truncated=False, mask_void=False, mask_constant=False, resample=0),
 
     # ---- how tokens are summed, what the advantage is divided by
     "grpo": row(
@@ -228,6 +233,26 @@ TABLE = {
         "gap is ours",
         off_policy_gap=0.5, kl_ratio=True, aggregate="sequence"),
 
+    # ---- credit over turns
+    "turn": row(
+        "reward to go; 1707.06347 without its critic", "an action is not paid for what came before it: each turn's "
+        "return is compared with that of the same turn in the other rows",
+        credit="turn", turn_gamma=1.0),
+    "grow": row(
+        "2605.20246", "every turn is a sample, worth the discounted outcome, compared with all turns of the prompt "
+        "(gamma and the std are ours; it trains without the history, here there is one)",
+        credit="grow"),
+    "gigpo": row(
+        "2505.10978", "besides the row as a whole: what else did the group do in this very state, and what came of it?",
+        credit="gigpo", advantage_scale="none"),
+    "tstar": row(
+        "2604.07165", "a mean over all rows that acted alike so far has less noise than the row (its tree; the second "
+        "loss, on forks, is `tree.surgical_loss`, in no trainer)",
+        credit="tree"),
+    "simpletir": row(
+        "2509.02479", "a row with an action that neither calls a tool nor answers is not trained on, whatever it got",
+        mask_void=True),
+
     # ---- whole systems
     "deepswe": row(
         "Agentica + Together AI, blog of 2 July 2025", "Dr. GRPO's mean, RLOO's baseline, DAPO's clip, no KL; what ran "
@@ -256,14 +281,17 @@ def fill_in(config: RecipeOptions) -> None:
     check_pair(config.ratio, config.surrogate)
     check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length", "overlong",
                        "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low", "cov_coef",
-                       "resample")
+                       "resample", "turn_gamma", "state_weight")
     check_positive(config, "tau", "tau_negative", "mismatch_high", "top_entropy", "cov_share")
-    for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share"):
+    for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share", "turn_gamma"):
         if getattr(config, name) > 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: a share lies between 0 and 1")
     if config.mismatch != "none" and config.old_logprobs == "sampler":
         raise UserError(f"--mismatch {config.mismatch} corrects for what sampler and trainer disagree about, which the "
                         "ratio of --old-logprobs sampler does already: use --old-logprobs trainer")
+    if config.entropy_credit == "gtpo" and config.credit != "trajectory":
+        raise UserError(f"--credit {config.credit} has no effect with --entropy-credit gtpo, which looks at tokens and "
+                        "not at turns: leave one of them out")
     if 0 < config.dual_clip <= 1 + config.eps_high:
         raise UserError(f"--dual-clip {config.dual_clip}: a bound on large ratios lies above 1 + eps_high; 0: none")
 
@@ -312,8 +340,9 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: M
     lengths = mask.sum(1)
 
     def relative(rewards: Tensor) -> Tensor:
-        return group_advantages(rewards, group, config.advantage_scale, config.std_ddof, baseline=config.baseline,
-                                lengths=lengths, mesh=mesh)
+        return turn_advantages(config.credit, rewards, group, rollout.turns, mask, config.turn_gamma,
+                               config.state_weight, baseline=config.baseline, scale=config.advantage_scale,
+                               ddof=config.std_ddof, mesh=mesh)
 
     weighed = rewards_of(rollout, config, limit)
     rewards = sum(weight * reward for weight, reward in weighed)
@@ -340,7 +369,9 @@ def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
     """The rollout with an empty action mask in the rows that the columns under "filters" take away."""
     mask = rollout.action_mask
     if config.mask_truncated:
-        mask = mask & rollout.finished[:, None]
+        mask = mask & ended_by_itself(rollout.turns, rollout.finished)[:, None]
+    if config.mask_void:
+        mask = mask & without_void_turns(rollout.turns, len(rollout)).to(mask.device)[:, None]
     if config.mask_constant:
         _, index = rollout.group.unique(return_inverse=True)
         mask = mask & ~constant_groups(rollout.rewards, rollout.group)[index][:, None]

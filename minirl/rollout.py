@@ -107,15 +107,15 @@ class Rollout:
                 yield self.rows((self.sample_ids % count == i).nonzero()[:, 0]) if count > 1 else self
 
     def save(self, file: str | Path) -> None:
-        """The tensors as safetensors: what training needs (`--replay`). Beside them what people want to see.
+        """The tensors as safetensors, and beside them the turns, for `minirl.view` and for credit over turns.
 
-        FILE.jsonl: one object a row, {"sample": id, "steps": [[observation, reward, info], ...]}, for `minirl.view`.
+        FILE.jsonl: one object a row, {"sample": id, "steps": [[observation, reward, info, action], ...]}.
         """
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(file))
         usual_mode(file)
         if self.turns:
-            rows = [{"sample": sample, "steps": [[step.observation, step.reward, step.info] for step in steps]}
+            rows = [{"sample": sample, "steps": [[s.observation, s.reward, s.info, s.action] for s in steps]}
                     for sample, steps in zip(self.sample_ids.tolist(), self.turns, strict=True)]
             write_text(Path(file).with_suffix(".jsonl"), "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
@@ -132,6 +132,9 @@ class Rollout:
         if not {"tokens", "action_mask", "lengths"} <= parts[0].keys():
             raise UserError(f"{path} holds no rollout but {sorted(parts[0])[:3]}: write one with --save-rollouts")
         rollout = Rollout.join([Rollout(**part) for part in parts])
+        told = [file.with_suffix(".jsonl") for file in files]
+        if all(file.is_file() for file in told):
+            rollout = rollout.replace(turns=_read_turns(told, rollout))
         return rollout.rows(rollout.sample_ids.argsort())
 
     @staticmethod
@@ -148,6 +151,18 @@ class Rollout:
             joined[name] = torch.cat(values)
         return Rollout(**joined, texts=[text for part in parts for text in part.texts],
                        turns=[turn for part in parts for turn in part.turns])
+
+
+def _read_turns(files: Sequence[Path], rollout: Rollout) -> list[list[Step]]:
+    """The turns of the rows, in their order, from the JSONL files that `save` wrote."""
+    from minirl.env.base import Step  # which is about rollouts itself
+
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    steps = {row["sample"]: row["steps"] for row in rows}
+    ended = [True] * len(rollout) if rollout.finished is None else rollout.finished.tolist()
+    return [[Step(observation, reward, end and k == len(steps[sample]) - 1, info, *action)
+             for k, (observation, reward, info, *action) in enumerate(steps[sample])]
+            for sample, end in zip(rollout.sample_ids.tolist(), ended, strict=True)]
 
 
 class Tapes:

@@ -54,7 +54,7 @@ class Sample:
     logprobs: np.ndarray | None  # (n,) nats; 0 where nothing was chosen
     ref_logprobs: np.ndarray | None
     advantages: np.ndarray | None
-    steps: list[list[Any]] = field(default_factory=list)  # [observation, reward, info] of each turn, where known
+    steps: list[list[Any]] = field(default_factory=list)  # [observation, reward, info, action] of a turn, if known
 
     @property
     def outcome(self) -> str:
@@ -68,7 +68,7 @@ class Sample:
     def parts(self) -> dict[str, float]:
         """Rewards by part: what the steps' info holds under "rewards", summed over the turns."""
         found: dict[str, float] = {}
-        for _, _, info in self.steps:
+        for _, _, info, *_ in self.steps:
             parts = info.get("rewards") if isinstance(info, dict) else None
             for name, value in (parts.items() if isinstance(parts, dict) else ()):
                 if isinstance(value, int | float) and abs(value) < float("inf"):
@@ -212,7 +212,7 @@ def pack(samples: Sequence[Sample], summaries: Sequence[dict[str, Any]]) -> str:
                   "group": sample.group, "reward": _finite(sample.reward), "outcome": sample.outcome,
                   "parts": sample.parts, "n": len(sample.pieces), "turns": _turns(sample),
                   "steps": [[reward, visible(json.dumps(info, ensure_ascii=False))]
-                            for _, reward, info in sample.steps]} for sample in samples]
+                            for _, reward, info, *_ in sample.steps]} for sample in samples]
     text = json.dumps({"pieces": [*numbers], "samples": described, "summaries": [*summaries], "has": has}).encode()
     text += b" " * (-len(text) % 4)
     data = struct.pack("<I", len(text)) + text + b"".join(array.tobytes() for array in arrays)

@@ -20,7 +20,7 @@ from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 EOS = BYTES.eos_id
-TASKS = ["addition", "calculator", "gsm8k", "shop", "code", "countdown", "lookup"]
+TASKS = ["addition", "calculator", "gsm8k", "shop", "code", "countdown", "lookup", "walk"]
 
 
 @pytest.fixture

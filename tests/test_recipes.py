@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import train_grpo
 from minirl.advantages import group_advantages
 from minirl.config import UserError, cli
+from minirl.env.base import Step
 from minirl.gae import whiten
 from minirl.metrics import read_metrics
 from minirl.recipes import (
@@ -52,7 +53,8 @@ def rollout_of(rewards, group, lengths=None, finished=None, width=4, dtype=torch
                    **{name: torch.where(mask, -1.0, 0.0).to(dtype) for name in
                       ("old_logprobs", "sampler_logprobs", "alone_logprobs")},
                    old_entropy=torch.where(mask, 0.5, 0.0).to(dtype),
-                   finished=torch.tensor(finished or [True] * n), rewards=torch.tensor(rewards, dtype=dtype))
+                   finished=torch.tensor(finished or [True] * n), rewards=torch.tensor(rewards, dtype=dtype),
+                   turns=[[Step("", reward, True, {"format": True}, str(i))] for i, reward in enumerate(rewards)])
 
 
 def advantages(recipe, rewards, group=None, **kwargs):

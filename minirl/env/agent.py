@@ -82,7 +82,7 @@ class ToolEpisode:
         info = {"tool_call": all(carried_out for _, carried_out in results) if results else None}
         if results and self.turns < self.env.max_turns:
             return Step("".join(text + "\n" for text, _ in results), 0.0, False, info)
-        info["format"] = self.env.has_answer(answer)
+        info |= {"format": self.env.has_answer(answer), "cut": bool(results)}  # a call, but no turn left for its result
         return Step("", self.env.judge(self.example, self.state, answer), True, info)
 
     def act(self, action: str) -> tuple[list[tuple[str, bool]], str]:

@@ -32,9 +32,10 @@ class Example:
 class Step(NamedTuple):
     """What the environment says to one action. On the last step `done` is True and `observation` is "".
 
-    info : for evaluation, never for training. "format" on the last step: an answer could be read from the action,
-           right or wrong. "tool_call" on every step of a task with tools: the call in the action could be carried out;
-           None: there was none
+    info : for evaluation, and for leaving rows out of training (turns.py); never a reward.
+           "format" on the last step: an answer could be read from the action, right or wrong. "tool_call" on every step
+           of a task with tools: the call in the action could be carried out; None: there was none. "cut" on the last
+           step: it is the last because no turn was left
     action : what it answers, filled in by `collect`
     """
 

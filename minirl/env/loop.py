@@ -121,7 +121,7 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
 def demonstrate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example], first: int = 0) -> Rollout:
     """The expert's actions (`example.solution`), played through the same episodes and laid on the same tape.
 
-    returns a Rollout without log-probs to learn from by SFT: action_mask covers the actions and the final EOS.
+    returns a Rollout without log-probs to learn from by SFT: action_mask covers the actions and the EOS of the last
     """
     tapes = Tapes([prompt_tokens(tokenizer, example.prompt) for example in examples], 64, tokenizer.pad_id)
     for row, example in enumerate(examples):
@@ -132,5 +132,8 @@ def demonstrate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example], fir
             tapes.extend(row, tokenizer.encode(action, continued=True), chosen=True)
             tapes.extend(row, tokenizer.encode(episode.step(action).observation, continued=True), chosen=False)
         # The last action is not judged: nobody pays an expert, and running its program would take time.
-        tapes.extend(row, [*tokenizer.encode(example.solution[-1], continued=True), tokenizer.eos_id], chosen=True)
+        last = example.solution[-1]
+        stopped = any(mark in last for mark in env.stop)  # then nobody samples an EOS behind it
+        end = [] if stopped else [tokenizer.eos_id]
+        tapes.extend(row, [*tokenizer.encode(last, continued=True), *end], chosen=True)
     return tapes.rollout(first, 1).replace(old_logprobs=None, finished=None)

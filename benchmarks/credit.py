@@ -1,0 +1,105 @@
+"""Credit over turns: the same walk of eight turns, learnt with one credit after the other, from the same starts.
+
+    python benchmarks/credit.py            prints the table; about 10 minutes of one idle core
+    python benchmarks/credit.py --docs     also puts it into docs/credit.md
+
+The task is `walk` (minirl/env/walk.py): 6 places away, 8 turns, reward 1 at the end for arriving. A drunkard's walks
+are imitated for a little while, and from there GRPO trains with the options below, which are alike for all credits: no
+division by std, one update a rollout, no KL. Only --credit and what it needs differ. `tree` is left out: with one
+update a rollout it is `trajectory`, gradient by gradient (minirl/tree.py).
+
+Everything is train_sft.py and train_grpo.py. The runs stay in --run-dir; a command that was stopped goes on from there.
+"""
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+
+import train_grpo  # noqa: E402
+import train_sft  # noqa: E402
+from minirl.config import write_text  # noqa: E402
+from minirl.metrics import read_metrics  # noqa: E402
+
+CREDITS = {
+    "trajectory": {},
+    "turn": dict(turn_gamma=1.0),
+    "grow": {},
+    "gigpo": {},
+    "merged": {},
+}
+STEPS, EVERY = 40, 5
+SFT = dict(task="walk", steps=150, batch_size=64, eval_every=0, eval_rows=0, eval_problems=1, schedule="constant",
+           save_every=10**6, keep=1)
+GRPO = dict(task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3, warmup_steps=0,
+            schedule="constant", advantage_scale="none", kl_coef=0.0, eval_every=0, eval_problems=200, save_every=10,
+            keep=1)
+BEGIN, END = "<!-- credit.py -->\n", "<!-- end -->\n"
+
+
+def train(trainer: ModuleType, folder: Path, **options) -> list[dict[str, float]]:
+    """A run of a trainer, with what it prints in a file; its metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or read_metrics(metrics)[-1]["step"] < options["steps"]:
+        with open(folder / "log.txt", "a") as log, redirect_stdout(log):
+            trainer.main(trainer.Config(run_dir=str(folder), resume=True, device="cpu", **options))
+    if read_metrics(metrics)[-1]["step"] < options["steps"]:  # Ctrl-C ends a trainer in good order
+        raise SystemExit(f"stopped in {folder}")
+    return read_metrics(metrics)
+
+
+def experiment(run: Path, seed: int, credit: str) -> list[dict[str, float]]:
+    """The metrics of one credit from one start."""
+    train(train_sft, run / "start", seed=seed, **SFT)
+    return train(train_grpo, run / credit, seed=seed, init=str(run / "start" / f"step_{SFT['steps']}"), credit=credit,
+                 **GRPO | CREDITS[credit])
+
+
+def curve(rows: list[dict[str, float]]) -> list[float]:
+    """Share of the sampled walks that arrive, a mean over EVERY steps each."""
+    arrived = [row["reward_mean"] for row in rows if "reward_mean" in row]
+    return [mean(arrived[i : i + EVERY]) for i in range(0, STEPS, EVERY)]
+
+
+def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
+    """Markdown: the mean over the seeds, and for the last two columns the lowest and the highest."""
+    steps = [f"{i + 1}-{i + EVERY}" for i in range(0, STEPS, EVERY)]
+    lines = ["| credit | " + " | ".join(steps) + " | all steps | greedy, held out |", "|---" * (len(steps) + 3) + "|"]
+    for credit, seeds in found.items():
+        curves = [curve(rows) for rows in seeds]
+        cells = [f"{mean(values):.2f}" for values in zip(*curves, strict=True)]
+        for values in ([mean(values) for values in curves], [rows[-1]["eval/accuracy"] for rows in seeds]):
+            cells.append(f"{mean(values):.3f} ({min(values):.2f} to {max(values):.2f})")
+        lines.append(f"| `{credit}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/credit"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/credit.md")
+    args = parser.parse_args()
+    found = {credit: [] for credit in CREDITS}
+    for seed in range(args.seeds):
+        for credit in CREDITS:
+            rows = experiment(args.run_dir / f"seed_{seed}", seed, credit)
+            found[credit].append(rows)
+            print(f"seed {seed}, {credit}:", *(f"{value:.2f}" for value in curve(rows)),
+                  f"greedy {rows[-1]['eval/accuracy']:.3f}", flush=True)
+    text = table(found)
+    print("\n" + text)
+    if args.docs:
+        page = REPO / "docs/credit.md"
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        write_text(page, before + BEGIN + text + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
