@@ -1,6 +1,7 @@
 """Log-probs of a large vocabulary, forward and backward: seconds, and bytes beyond the inputs and their gradients.
 
-    python benchmarks/logprob_memory.py             2,048 tokens, hidden 896, vocabulary 151,936 (Qwen2.5-0.5B), float32
+    python benchmarks/logprob_memory.py         2,048 tokens, hidden 896, vocabulary 151,936 (Qwen2.5-0.5B), float32
+    python benchmarks/logprob_memory.py --step  a GRPO update of a model as wide as Qwen3-0.6B, and what the plan says
 
 Each measurement is a process of its own, since the peak of a process (ru_maxrss) never falls; the methods take turns.
 
@@ -23,6 +24,12 @@ import torch
 from torch import Tensor
 
 from kernels import head_loss, linear_logprob
+from minirl.logprobs import Output
+from minirl.losses import aggregate, clipped_surrogate
+from minirl.model import ModelConfig, Transformer
+from minirl.parallel import forward_backward, init_mesh
+from minirl.plan import Layout, rank_memory
+from minirl.rollout import Rollout
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
@@ -35,6 +42,33 @@ def operator(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> 
 
 def one_pass(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     return head_loss(hidden, weight, targets, lambda columns, logprobs, _: (logprobs * scale[:, columns]).sum())
+
+
+def step(tokens: int, layers: int = 2) -> None:
+    """Forward and backward of a GRPO update on one row; prints its peak beside what `minirl.plan` expects."""
+    config = ModelConfig(151936, 1024, 3072, layers, 16, 8, head_dim=128, qk_norm=True, max_position_embeddings=tokens)
+    model, mesh = Transformer(config), init_mesh("cpu")
+    g = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02, generator=g)
+        parameter.grad = torch.zeros_like(parameter).fill_(0.0)
+    one = torch.zeros(1, dtype=torch.int64)
+    ids, mask = torch.randint(151936, (1, tokens + 1), generator=g), torch.ones(1, tokens, dtype=torch.bool)
+    rows = Rollout(ids, mask, one + tokens + 1, one, one, old_logprobs=torch.full((1, tokens), -12.0),
+                   advantages=torch.ones(1, 1))
+
+    def loss_fn(out: Output, mb: Rollout):
+        per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.2)
+        return aggregate(per_token, mb.action_mask, "token", tokens), {"entropy": out.entropy.detach().sum()}
+
+    before, began = resident(), perf_counter()
+    forward_backward(model, [rows], loss_fn, mesh, entropy=True, by_token=True)
+    seconds = perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    planned = rank_memory(config, Layout(sequence_length=tokens, dtype="float32"), 0)
+    both = 2 * tokens * 151936 * 4
+    print(f"{tokens} tokens, {layers} layers: {seconds:.1f} s; beside weights and gradients {peak / 1e6:.0f} MB, "
+          f"planned {(planned.activations + planned.head) / 1e6:.0f}; logits + log_softmax alone are {both / 1e6:.0f}")
 
 
 METHODS = {"naive": naive, "linear_logprob": operator, "head_loss": one_pass}
@@ -83,7 +117,9 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
+    if sys.argv[1:2] == ["--step"]:
+        step(int(sys.argv[2]) if sys.argv[2:] else 2048)
+    elif sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
     else:
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

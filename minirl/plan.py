@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from kernels.head_loss import HEAD_LOGITS
 from kernels.linear_logprob import CHUNK_ROWS, CHUNK_WORDS, KEEP_LOGITS
 from minirl.checkpoint import read_model_config
 from minirl.config import UserError, check_not_negative, check_positive, run
@@ -331,11 +332,15 @@ def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, s
     if not last:
         return total, 0
     V = model.head_weight.shape[0]
-    kept = V * wide if layout.tp == 1 and V <= CHUNK_WORDS and layout.tokens * V <= KEEP_LOGITS else 0  # log-probs
+    small = layout.tokens * V <= KEEP_LOGITS
+    kept = V * wide if small and layout.tp == 1 and V <= CHUNK_WORDS else 0  # log-probs
     total += -(-live // slices) * layout.tokens * (norm_bytes(config, layout, D) + D * s + wide + 8 + kept)
-    tile = min(CHUNK_ROWS, layout.tokens) * min(CHUNK_WORDS, V)
-    gradient = V * D * wide if model.head_weight.requires_grad else 0
-    return total, 2 * tile * wide + gradient
+    # A large head has one chunk of float32 (head_loss), or on a GPU of bfloat16 and twice as many (GRAD_LOGITS).
+    logits = 2 * min(CHUNK_ROWS, layout.tokens) * min(CHUNK_WORDS, V) if small else min(layout.tokens * V, HEAD_LOGITS)
+    gradient = 0
+    if model.head_weight.requires_grad:  # of a tied one, autograd keeps the head's until the embedding's is there too
+        gradient = V * D * (wide + (s if config.tie_word_embeddings and layout.pp == 1 else 0))
+    return total, logits * wide + gradient
 
 
 def cache_bytes(config: ModelConfig, itemsize: int = 2, layers: int | None = None, kv_heads: int | None = None) -> int:
