@@ -1,6 +1,7 @@
 """Tools, calls, limits: what the policy writes is carried out or answered by an error, and nothing else is."""
 
 import math
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -304,3 +305,18 @@ def test_random_actions_end_every_episode_without_an_exception():
                 step, turns = episode.step("".join(rng.choices(pieces, k=rng.randint(0, 8)))), turns + 1
                 assert len(step.observation) <= 4 * (task.max_observation + 1)
             assert turns <= task.max_turns and 0.0 <= step.reward <= 1.0
+
+
+def test_the_environment_that_the_docs_show_works_and_is_short():
+    page = (Path(__file__).parents[1] / "docs/agents.md").read_text(encoding="utf-8")
+    source = page.split("```python\n")[1].split("```")[0]
+    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    space: dict = {}
+    exec(source, space)
+    task = space["safe"]()
+    for example in task.sample(50):
+        episode, steps = task.reset(example), []
+        for action in example.solution:
+            steps.append(episode.step(action))
+        assert steps[-1].done and steps[-1].reward == 1.0
+    assert task.reset(example).step("<feel>7</feel>\n").observation == "error: no such wheel\n"
