@@ -206,7 +206,7 @@ MAX_CALLS = 32  # of a completion that are compared
 
 
 def call_score(calls: Sequence[Mapping], golds: Sequence[Mapping]) -> tuple[float, float]:
-    """(S, S_max) of ToolRL (arXiv:2504.13958 sec. 3.3): how many of the names, parameters and values are right.
+    """(S, S_max) of ToolRL (arXiv:2504.13958): how many of the names, parameters and values are right.
 
     S = |names in both| / |names in either|, as multisets, + for each gold call and the call matched with it (of the
     same name, the best one left) |parameters in both| / |in either| + equal values; S_max = 1 + sum of (1 + parameters)

@@ -4,7 +4,7 @@
     idf(w)          = ln(1 + (N - n + 0.5) / (n + 0.5))
 
 f: how often w stands in d; n: in how many of the N documents it does. Robertson and Zaragoza, "The Probabilistic
-Relevance Framework: BM25 and Beyond" (2009), eq. 3.15, with the idf of Lucene, which is never negative.
+Relevance Framework: BM25 and Beyond" (2009), with the idf of Lucene, which is never negative.
 """
 
 import math
