@@ -1,10 +1,17 @@
-"""Countdown: make a target of numbers, each used once. "2 5 9 16:" is solved by 2+5+9.
+"""Countdown: put signs between numbers, so that they make a target. "2 5 9 16:" is solved by 2+5+9.
 
-The tool tells what an expression comes to, so that a wrong idea costs a turn and not the answer. The demonstrations
-are a novice's, who tries at random; half of them end in a right expression, the others when patience does.
+    <try>2*5-9</try>\\n        1 no
+    <try>2*5*9</try>\\n        90 no
+    <try>2+5+9</try>\\n        16 yes
+    2+5+9
+
+There are more ways than tries. The demonstrations are a novice's, who goes through the signs in turn, from
+anywhere, and most of the time gives up halfway and answers what is wrong. That it pays to go on, and where to begin for
+a large target, nobody says.
 """
 
 import re
+from itertools import product
 from random import Random
 
 from minirl.config import UserError
@@ -13,46 +20,43 @@ from minirl.env.base import Example
 from minirl.env.calculator import calculate
 from minirl.env.tools import Tool
 
-TRIES = 5  # calls before the answer
-KNOWN = 0.5  # of the demonstrations end in a right expression
+TRIES = 8  # calls before the answer
+PATIENCE = 4  # tries after which a novice may give up
+GIVES_UP = 0.6  # of those who have not found it by then
 
 
 def value(expression: str, numbers: list[str]) -> str:
-    """What an expression comes to; ValueError if it does not use each of the numbers once."""
+    """What an expression comes to; ValueError if it does not use the numbers, each once."""
     if sorted(re.findall(r"[0-9]+", expression)) != sorted(numbers):
         raise ValueError("use each number once")
     return calculate(expression)
 
 
-def attempt(numbers: list[str], expression: str) -> str:
-    """Tell what an expression of the numbers comes to."""
-    return value(expression, numbers)
+def attempt(problem: tuple[list[str], str], expression: str) -> str:
+    """Tell what an expression of the numbers comes to, and whether that is the target."""
+    numbers, target = problem
+    result = value(expression, numbers)
+    return f"{result:>3} {'yes' if result == target else 'no'}"
 
 
 def make(rng: Random, count: int) -> Example:
     numbers = [str(rng.randint(1, 9)) for _ in range(count)]
-    target = -1
-    while not 0 <= target <= 99:
-        right = guess(rng, numbers)
-        target = int(calculate(right))
-    tries = [guess(rng, numbers) for _ in range(rng.randint(1, TRIES - 1))]
-    if rng.random() < KNOWN:
-        tries[-1] = right
-    values = [calculate(expression) for expression in tries]
-    if str(target) in values:
-        del tries[values.index(str(target)) + 1 :]
-    actions = [f"<try>{expression}</try>\n" for expression in tries]
-    return Example(" ".join(numbers) + f" {target:02}:", str(target), (*actions, tries[-1]), numbers)
+    ways = [numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
+            for signs in product("+-*", repeat=count - 1)]
+    values = [calculate(way) for way in ways]
+    target = rng.choice([v for v in values if 0 <= int(v) <= 99])  # the sum of all is such a one
+    start = rng.randrange(len(ways))
+    limit = PATIENCE if rng.random() < GIVES_UP else TRIES
+    tries = [(start + i) % len(ways) for i in range(min(limit, len(ways)))]
+    found = next((i for i, way in enumerate(tries) if values[way] == target), len(tries) - 1)
+    said = [ways[way] for way in tries[: found + 1]]
+    actions = (*(f"<try>{way}</try>\n" for way in said), said[-1])
+    return Example(" ".join(numbers) + f" {int(target):02}:", target, actions, (numbers, target))
 
 
-def guess(rng: Random, numbers: list[str]) -> str:
-    first, *rest = rng.sample(numbers, len(numbers))
-    return first + "".join(rng.choice("+-*") + number for number in rest)
-
-
-def judge(example: Example, numbers: list[str], answer: str) -> float:
+def judge(example: Example, problem: tuple[list[str], str], answer: str) -> float:
     try:
-        return float(value(answer, numbers) == example.answer)
+        return float(value(answer, problem[0]) == example.answer)
     except ValueError:
         return 0.0
 
@@ -68,7 +72,7 @@ def countdown(difficulty: int = 2, seed: int = 0) -> ToolEnv:
         judge=judge,
         has_answer=lambda answer: bool(re.fullmatch(r"[0-9+\-*/() ]+", answer)),
         max_turns=TRIES + 1,
-        max_new_tokens=(TRIES + 1) * (2 * difficulty + 16),
+        max_new_tokens=(TRIES + 1) * (2 * difficulty + 14),
         max_observation=24,
         seed=seed,
     )
