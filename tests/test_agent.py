@@ -113,7 +113,7 @@ def test_several_calls_are_carried_out_in_order_and_the_answer_ends_the_row():
     assert episode.state == [2]
     episode = start()
     episode.step("<add>1 2</add>\n")
-    assert episode.step(" 3\n") == Step("", 1.0, True, {"tool_call": None, "format": True})
+    assert episode.step(" 3\n") == Step("", 1.0, True, {"tool_call": None, "format": True, "cut": False})
 
 
 @pytest.mark.parametrize("action, observation", [
