@@ -209,7 +209,7 @@ def main(config: Config) -> None:
     def update(learner: Learner, loss_fn, microbatches, lr: float) -> dict[str, float]:
         """One step of its optimizer; the stats."""
         stats = forward_backward(learner.model, microbatches, loss_fn, mesh, config.temperature,
-                                 entropy=learner is actor)
+                                 entropy=learner is actor, by_token=learner is actor)
         grad_norm = clip_gradients(learner.model.parameters(), config.max_grad_norm, mesh)
         learner.guard.step(learner.optimizer, grad_norm, lr, stats["loss"])
         learner.optimizer.zero_grad()

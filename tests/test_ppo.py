@@ -179,6 +179,17 @@ def test_the_policy_loss_is_the_sum_of_what_was_asked_for():
     assert stats["value_loss"] / stats["value_tokens"] == pytest.approx(value.item())
 
 
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_the_policy_loss_may_go_through_the_columns_piece_by_piece(mode):
+    out, rows = outputs()
+    rows = rows.replace(row_tokens=rows.action_mask.sum(1))
+    config = train_ppo.Config(kl="loss", kl_kind="k2", entropy_coef=0.1, positive_nll=0.1, aggregate=mode)
+    of = lambda out, rows: policy_loss(out, rows, config, 0.3, tensor(5), tensor(3))[0]
+    pieces = [slice(0, 1), slice(1, 4), slice(4, 5)]
+    parts = [of(Output(out.logprobs[:, c], out.entropy[:, c]), rows.columns(c)) for c in pieces]
+    torch.testing.assert_close(sum(parts), of(out, rows))
+
+
 def test_vapo_imitates_right_answers_alone():
     """PAPERS.md: log-probs [-.5, -1.5] of a right answer: 1.0 a token, 0.1 of the loss."""
     rows = some_rows(old_logprobs=torch.zeros(2, 5), advantages=torch.zeros(2, 5)).replace(
