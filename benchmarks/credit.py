@@ -12,6 +12,7 @@ Everything is train_sft.py and train_grpo.py. The runs stay in --run-dir; a comm
 """
 
 import argparse
+import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -28,37 +29,43 @@ from minirl.metrics import read_metrics  # noqa: E402
 
 CREDITS = {
     "trajectory": {},
-    "turn": dict(turn_gamma=1.0),
-    "grow": {},
     "gigpo": {},
     "merged": {},
+    "turn": dict(turn_gamma=1.0),
+    "grow": {},
 }
 STEPS, EVERY = 40, 5
-SFT = dict(task="walk", steps=150, batch_size=64, eval_every=0, eval_rows=0, eval_problems=1, schedule="constant",
-           save_every=10**6, keep=1)
+SFT = dict(task="walk", steps=500, until_accuracy=0.3, eval_every=10, eval_problems=100, eval_rows=0,
+           schedule="constant", save_every=50, keep=1)
 GRPO = dict(task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3, warmup_steps=0,
             schedule="constant", advantage_scale="none", kl_coef=0.0, eval_every=0, eval_problems=200, save_every=10,
             keep=1)
 BEGIN, END = "<!-- credit.py -->\n", "<!-- end -->\n"
 
 
-def train(trainer: ModuleType, folder: Path, **options) -> list[dict[str, float]]:
-    """A run of a trainer, with what it prints in a file; its metrics."""
+def train(trainer: ModuleType, folder: Path, **options) -> Path | None:
+    """A run of a trainer, with what it prints in a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() or read_metrics(metrics)[-1]["step"] < options["steps"]:
-        with open(folder / "log.txt", "a") as log, redirect_stdout(log):
-            trainer.main(trainer.Config(run_dir=str(folder), resume=True, device="cpu", **options))
-    if read_metrics(metrics)[-1]["step"] < options["steps"]:  # Ctrl-C ends a trainer in good order
-        raise SystemExit(f"stopped in {folder}")
-    return read_metrics(metrics)
+    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
+        return trainer.main(trainer.Config(run_dir=str(folder), resume=True, device="cpu", **options))
 
 
 def experiment(run: Path, seed: int, credit: str) -> list[dict[str, float]]:
     """The metrics of one credit from one start."""
-    train(train_sft, run / "start", seed=seed, **SFT)
-    return train(train_grpo, run / credit, seed=seed, init=str(run / "start" / f"step_{SFT['steps']}"), credit=credit,
-                 **GRPO | CREDITS[credit])
+    found = run / "start.json"
+    if not found.is_file():
+        start = train(train_sft, run / "start", seed=seed, **SFT)
+        if start is None:
+            raise SystemExit(f"stopped in {run / 'start'}")
+        write_text(found, json.dumps(str(start)) + "\n")
+    metrics = run / credit / "metrics.jsonl"
+    if not metrics.is_file() or read_metrics(metrics)[-1]["step"] < STEPS:
+        train(train_grpo, run / credit, seed=seed, init=json.loads(found.read_text()), credit=credit,
+              **GRPO | CREDITS[credit])
+    rows = read_metrics(metrics)
+    if rows[-1]["step"] < STEPS:  # Ctrl-C ends a trainer in good order
+        raise SystemExit(f"stopped in {run / credit}")
+    return rows
 
 
 def curve(rows: list[dict[str, float]]) -> list[float]:

@@ -21,7 +21,7 @@ from minirl.env.base import Example, Step, check_split, sample_problems
 MOVES = {"n": (0, 1), "s": (0, -1), "e": (1, 0), "w": (-1, 0)}
 SIDE = 10  # places, so that a coordinate is a digit
 SPARE = 2  # turns more than the way needs
-SOBER = 0.3  # of the steps of a demonstration lead nearer; the others go anywhere
+SOBER = 0.7  # of the steps of a demonstration lead nearer; the others go anywhere
 
 
 def move(x: int, y: int, action: str) -> tuple[int, int]:
