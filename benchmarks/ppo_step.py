@@ -31,8 +31,8 @@ RUNS = {
     "PPO, 2,048 prompts x 1": (train_ppo, dict(prompts_per_step=2048)),
     "the same, joint head": (train_ppo, dict(prompts_per_step=2048, critic="joint")),
 }
-PARTS = {"collect": "sampling", "rollout_logprobs": "reference", "state_values": "values", "gae": "advantages",
-         "whiten": "advantages", "token_rewards": "advantages", "forward_backward": "gradients",
+PARTS = {"collect": "sampling", "collect_step": "sampling", "rollout_logprobs": "reference", "state_values": "values",
+         "gae": "advantages", "whiten": "advantages", "token_rewards": "advantages", "forward_backward": "gradients",
          "clip_gradients": "gradients"}
 
 
@@ -48,7 +48,7 @@ def run(trainer: ModuleType, init: str, **options) -> list[dict[str, float]]:
             result = function(*args, **kwargs)
             part = PARTS[name]
             if name == "forward_backward":
-                part += " of the critic" if getattr(args[0].config, "num_labels", 0) else " of the policy"
+                part += " of the critic" if args[0].config.num_labels else " of the policy"
             spent[part] += perf_counter() - began
             return result
         return call
