@@ -36,9 +36,10 @@ from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw
 from minirl.parallel import Mesh, forward_backward
 from minirl.ppo import critic_loss, policy_loss
+from minirl.reward_model import reward_model_of
 from minirl.rewards import missing_eos_penalty
 from minirl.rollout import Rollout
-from minirl.tokenizer import ByteTokenizer
+from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 dist = pytest.mark.dist
 SHAPE = ModelConfig(258, 16, 24, 2, 2, max_position_embeddings=64)
@@ -348,7 +349,48 @@ def test_vapo_is_a_row_of_options_and_what_is_given_counts_more():
     assert train_ppo.Config().group_size == 1
 
 
+# ---- paid by a reward model ----
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, start) -> Path:
+    """One with an opinion, if not with reason."""
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    model = reward_model_of(load_model(start), torch.Generator().manual_seed(4))
+    save_model(model, folder, load_tokenizer(start))
+    return folder
+
+
+def test_a_reward_model_pays_and_the_verifier_looks_on(tmp_path, start, reward_model, monkeypatch):
+    paid = []
+    monkeypatch.setattr(train_ppo, "missing_eos_penalty", lambda scores, *rest: paid.append(scores) or scores)
+    judged = ppo(tmp_path / "task", start, steps=1)
+    scored = ppo(tmp_path / "model", start, steps=1, reward_model=str(reward_model))
+    assert scored[1]["reward_mean"] == judged[1]["reward_mean"] == paid[0].mean(), "of the same samples"
+    assert scored[1]["score_mean"] == pytest.approx(paid[1].mean().item()) and "score_mean" not in judged[1]
+    assert not torch.equal(paid[0], paid[1]) and scored[1]["loss"] != judged[1]["loss"]
+
+
+def test_a_reward_model_that_learns_too_is_part_of_the_run(tmp_path, start, reward_model):
+    options = dict(reward_model=str(reward_model), reward_model_every=1, group_size=4, prompts_per_step=8, eval_every=2)
+    ppo(tmp_path / "unbroken", start, **options)
+    ppo(tmp_path / "broken", start, **options, steps=2)
+    rows = ppo(tmp_path / "broken", start, **options, resume=True)
+    assert_same_run(tmp_path / "broken", tmp_path / "unbroken", 4)
+    assert "preference_accuracy" in rows[-1]
+    ours, theirs = (load_file(tmp_path / run / "reward_model/step_4/model.safetensors") for run in
+                    ("broken", "unbroken"))
+    before = load_file(reward_model / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not torch.equal(ours["score.weight"], before["score.weight"])
+
+
+def test_a_language_model_cannot_pay(tmp_path, start):
+    flags = ["--init", str(start), "--difficulty", "1", "--reward-model", str(start)]
+    assert_refused(train_ppo, flags, "is a language model, which gives no score", tmp_path / "run")
+
+
 BAD = [
+    ("--reward-model-every 2", "--reward-model-every teaches a reward model with pairs"),
     ("--kl loss", "--kl loss --kl-kind k1 trains nothing"),
     ("--kl-control threshold --kl-coef 0", "--kl-control threshold multiplies --kl-coef, which is 0"),
     ("--gamma 1.5", "--gamma 1.5: it must lie between 0 and 1"),
