@@ -194,9 +194,10 @@ def test_every_hint_is_about_a_metric_of_the_table():
     assert {name for hint in HINTS for name in (hint.metric, *hint.needs)} <= BY_NAME.keys()
 
 
-def test_pages_and_hints_name_only_flags_that_the_trainer_has():
-    train_grpo = pytest.importorskip("train_grpo")
-    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train_grpo.Config)}
+def test_pages_and_hints_name_only_flags_that_the_trainers_have():
+    trainers = [pytest.importorskip(name) for name in ("train_dpo", "train_ppo", "train_grpo")]
+    flags = {"--" + field.name.replace("_", "-") for trainer in trainers
+             for field in dataclasses.fields(trainer.Config)}
     flags.add("--metrics")                                      # of minirl.plot
     text = document() + " ".join(hint.text for hint in HINTS)
     text += (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
