@@ -57,7 +57,10 @@ def check(pair, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("rows, vocab", SIZES)
-def test_values_and_gradients(rows, vocab, dtype):
+def test_values_and_gradients(monkeypatch, rows, vocab, dtype):
+    if vocab > 1000:  # the interpreter's time goes by the number of tiles
+        monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(16, 2048, 32, 4, 1))
+        monkeypatch.setattr(triton_module, "GRAD_LOGITS", 9000)
     hidden, weight, bias, targets = problem(rows, vocab, dtype)
     before = [x.detach().clone() for x in (hidden, weight, bias, targets)]
     check(both(hidden, weight, bias, targets, temperature=2.0 if rows == 3 else 0.7, entropy=True), dtype)
