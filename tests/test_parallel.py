@@ -20,6 +20,7 @@ from minirl.env.base import SingleTurn
 from minirl.env.loop import collect
 from minirl.evaluate import evaluate
 from minirl.logprobs import token_logprobs
+from minirl.lora import add_lora
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, policy_stats, prompt_tokens, sft_loss
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import AdamW, SkipCounter, clip_gradients
@@ -387,6 +388,38 @@ def test_stages_clip_by_one_norm_in_which_a_tied_matrix_counts_once():
     for stage, (norm, gradients_after) in enumerate(run_ranks(staged_norm, 2)):
         assert norm == pytest.approx(13, rel=1e-15)
         assert gradients_after == pytest.approx([1.5 + stage / 2, 3], rel=1e-15)
+
+
+def dropped() -> tuple[torch.Tensor, bytes, bytes]:
+    """What two updates of an adapter with dropout see of the same rows, random state and weights after them."""
+    mesh, generator = init_mesh("cpu"), torch.Generator().manual_seed(0)
+    model, seen = add_lora(tiny_model(), rank=2, dropout=0.5, generator=generator), []
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(generator=generator)
+    torch.manual_seed(0)  # as the trainers do, on every rank
+
+    def loss_fn(out, mb):
+        seen.append(out.logprobs.detach()[mb.action_mask])
+        return out.logprobs[mb.action_mask].sum(), {}
+
+    optimizer = AdamW(model.named_parameters(), 1e-3)
+    for _ in range(2):
+        forward_backward(model, tiny_rollout().microbatches(8), loss_fn, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in optimizer.parameters.values()])
+    return torch.stack(seen), torch.get_rng_state().numpy().tobytes(), weights.numpy().tobytes()
+
+
+@dist
+def test_dropout_masks_differ_by_replica_and_update_and_return_with_the_seed():
+    (one, state, weights), (other, state2, weights2) = run_ranks(dropped, 2)
+    assert (one != other).any(1).all() and (one[0] != one[1]).any(), "one stream of random numbers for all"
+    assert state == state2, "the next update draws alike, also after a resume from one rank's checkpoint"
+    assert weights == weights2, "replicas stay equal to the bit"
+    again = run_ranks(dropped, 2)
+    assert torch.equal(again[0][0], one) and torch.equal(again[1][0], other)
 
 
 def norm_of_known_gradient() -> tuple[float, float]:

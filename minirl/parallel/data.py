@@ -19,6 +19,7 @@ together by 1.5 %. Sums in float32 would take twice the traffic, and twice the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -71,7 +72,7 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
     microbatches, sync = list(microbatches), getattr(model, "zero", None) or Overlap(model, mesh)
     if sync.in_step:
         microbatches, loss_fn = in_step(microbatches, loss_fn, mesh)
-    with sync:
+    with own_dropout(mesh), sync:
         for stats in run(model, microbatches, loss_fn, mesh, temperature, entropy, by_token, sync.backward):
             for name, value in stats.items():
                 value = value.double()
@@ -230,6 +231,20 @@ def complete_gradients(parameters: Sequence[nn.Parameter], tp_group: Group) -> N
 
 
 # ---- around it ----
+
+@contextmanager
+def own_dropout(mesh: Mesh) -> Iterator[None]:
+    """Other masks on ranks that see other tokens (dp, cp) or layers (pp); a tensor-parallel group drops the same.
+
+    torch's generator, from which dropout draws, begins alike on every rank. One draw from it seeds what happens inside;
+    after it the ranks are in step again, so that a checkpoint needs the state of one of them only.
+    """
+    seed = int(torch.randint(2**62, ())) + mesh.data_group.rank * mesh.pp + mesh.pp_rank
+    with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
 
 def in_step(microbatches: list[Rollout], loss_fn: LossFn, mesh: Mesh) -> tuple[list[Rollout], LossFn]:
     """As many microbatches as the replica with the most has: the ranks meet in every one of them (`zero.py`).
