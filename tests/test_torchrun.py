@@ -1,6 +1,8 @@
 """Jobs as they are started on one machine or two: they train together, say once what is wrong, and end together."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -16,6 +18,7 @@ import train_sft
 from minirl.checkpoint import latest_checkpoint
 from minirl.metrics import read_metrics
 from minirl.parallel.guard import GRACE
+from minirl.parallel.mesh import LOST
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="/proc shows who is whose child")]
 REPO = Path(__file__).resolve().parents[1]
@@ -43,10 +46,27 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    """Seconds count while this process is awake: what freezes it, as a laptop's lid does, freezes the job as well."""
+    waited = 0.0
+    while not condition() and waited < seconds:
+        began = time.monotonic()
         time.sleep(0.05)
+        waited += min(time.monotonic() - began, 1.0)
     return condition()
+
+
+def for_a_start() -> float:
+    """Seconds, more of them on a busy machine: a job of two ranks imports torch four times."""
+    return 60 * max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
+def free_port() -> int:
+    """A port that is free and stays so: from below those that the system gives to whoever asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", random.SystemRandom().randrange(1024, lowest)))
+            return probe.getsockname()[1]
 
 
 class Job:
@@ -54,8 +74,7 @@ class Job:
 
     def __init__(self, folder: Path, *command: str, machines: int = 1, ranks: int = 1):
         self.texts = [folder / f"machine_{number}.txt" for number in range(machines)]
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.agents = []
         for number, text in enumerate(self.texts):
             where = ["--nnodes", str(machines), "--node_rank", str(number), "--master_addr", "localhost",
@@ -122,19 +141,27 @@ def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_
         return [f"--{name.replace('_', '-')}={value}" for name, value in config.items()
                 if not isinstance(value, bool)] + resume
 
+    @contextlib.contextmanager
+    def under_way():
+        """A job that trains; a second and third start, if on a busy machine a rank came TIMEOUT after the other."""
+        for attempt in range(3):
+            before = len(losses())
+            with Job(tmp_path, "train_sft.py", *flags(), machines=2) as job:
+                wait_until(lambda n=before, job=job: len(losses()) > n + 6 or job.ended(), for_a_start())
+                if len(losses()) > before + 6:
+                    yield job
+                    return
+                late = job.ended() and LOST.search(job.text)
+                assert late and attempt < 2, f"after {before} steps: {job.text[-3000:]}"
+
     for what, said in LOSSES.items():
-        before = len(losses())
-        with Job(tmp_path, "train_sft.py", *flags(), machines=2) as job:
-            assert wait_until(lambda n=before: len(losses()) > n + 6, 60), f"after {before} steps: {job.text[-3000:]}"
+        with under_way() as job:
             assert len(job.look()) == 6, "two of each: torchrun, rank, guard"
-            began = time.monotonic()
             lose(job, what)
             limit = SLACK + (TIMEOUT + GRACE) * (what == "a rank is stopped")
             assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
             assert any(agent.returncode for agent in job.agents)
             assert re.search(r"rank \d has lost another rank.*--resume to go on", job.text) and said in job.text, what
-            if said != LOSSES["a rank is stopped"]:
-                assert time.monotonic() - began < SLACK, what
     steps = len(losses()) + 3
     for folder, resume in ((run, True), (tmp_path / "alone", False)):  # in another layout, and one without any loss
         train_sft.main(train_sft.Config(run_dir=str(folder), steps=steps, resume=resume, **SFT))
@@ -149,14 +176,14 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
                       "barrier(mesh)\nif mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\n"
                       "time.sleep(300)\n")
     with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until(job.ended, 60) and job.agents[0].returncode
+        assert wait_until(job.ended, for_a_start()) and job.agents[0].returncode
         assert "RuntimeError: broken microbatch" in job.text and 'script.py", line 6' in job.text
 
 
 def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
     with Job(tmp_path, "train_sft.py", "--device", "cpu", "--batch-size", "5", "--run-dir", str(tmp_path / "run"),
              ranks=2) as job:
-        assert wait_until(job.ended, 60) and job.agents[0].returncode
+        assert wait_until(job.ended, for_a_start()) and job.agents[0].returncode
         assert re.findall("^error: .*", job.text, re.M) == [
             "error: 5 rows of --batch-size do not divide over 2 replicas: use a multiple of 2"]
 
@@ -166,7 +193,7 @@ def test_the_ranks_of_a_killed_torchrun_die_with_it(tmp_path):
     script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
                       f"barrier(mesh)\npathlib.Path({str(tmp_path)!r}, 'ready').touch()\ntime.sleep(60)\n")
     with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until((tmp_path / "ready").exists, 60), job.text
+        assert wait_until((tmp_path / "ready").exists, for_a_start()), job.text
         assert len(job.look()) == 5
         job.agents[0].kill()
         assert wait_until(job.ended, 10), "ranks of a killed launcher live on"
@@ -177,5 +204,5 @@ def test_ranks_that_end_in_good_order_at_different_times_are_left_alone(tmp_path
     script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
                       f"barrier(mesh)\ntime.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n")
     with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until(job.ended, 60)
+        assert wait_until(job.ended, for_a_start())
         assert job.agents[0].returncode == 0 and job.text.count("is done") == 2, job.text
