@@ -4,6 +4,7 @@ They are forked from a server that has imported torch once (a start costs a mome
 has happened in, so that no thread or lock of pytest is copied. Results travel as pickled bytes, tensors included.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -103,3 +104,13 @@ def _child(function: Callable, args: tuple, threads: int, environment: dict[str,
             os.dup2(file.fileno(), 2)
     function(*args)
     sys.stdout.flush()
+
+
+def bytes_in_memory() -> int:
+    """Of all storages that a Python object made since gc.freeze(), or its gradient, refers to."""
+    storages = {}
+    for tensor in [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]:
+        for x in (tensor, tensor.grad if tensor.is_leaf else None):
+            if x is not None and not x.is_meta:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    return sum(storages.values())

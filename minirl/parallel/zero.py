@@ -23,8 +23,9 @@ and so does step 2 with one microbatch; step 3 sends half as much again. A train
     3             4 / N  2 / N        4 / N  2 / N        8 / N  12 / N
 
 and a frozen one (LoRA's base) only its first column. Besides, for a while: step 2 two units' gradients (one being
-found, one on its way), step 3 two blocks' parameters as well, and from the first forward to the last backward of an
-update the embedding's unit, because the head reads it outside of any module's forward (`model.head_weight`).
+found, one on its way), step 3 two blocks' parameters as well, four blocks in all at the peak, and from the first
+forward to the last backward of an update the embedding's unit, because the head reads it outside of any module's
+forward (`model.head_weight`).
 
 Step 3 gathers a block before its forward and before its backward, and drops it after each; the next block is on its way
 while one computes. With recomputed blocks (`gradient_checkpointing`) backward's gather serves both. Whatever else reads
