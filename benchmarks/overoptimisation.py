@@ -2,6 +2,7 @@
 
     python benchmarks/overoptimisation.py            prints the table; about 10 minutes of one idle core
     python benchmarks/overoptimisation.py --docs     also puts it into docs/ppo.md
+    python benchmarks/overoptimisation.py --task calculator     where a reward model can be right about nearly all pairs
 
 A policy that adds two digits now and then answers some problems several times, and a reward model learns from pairs of
 those answers. It has seen no others. PPO then finds what it likes, which at first is what is right, and later what it
@@ -29,12 +30,13 @@ import train_sft  # noqa: E402
 from minirl.config import write_text  # noqa: E402
 from minirl.metrics import read_metrics  # noqa: E402
 
-PROBLEMS = 8192  # that the first policy answers for the reward model
-SHOWN = (1, 10, 20, 30, 40, 60, 80)  # rollouts
+SHOWN = {"addition": (1, 10, 20, 30, 40, 60, 80), "calculator": (1, 3, 5, 10, 20, 30, 40)}  # rollouts
 ONCE = dict(save_every=20, keep=1)
-BASE = ONCE | dict(until_accuracy=0.41, schedule="constant", eval_every=5, eval_rows=0)
-REWARD = ONCE | dict(loss="reward", problems=PROBLEMS, epochs=4.0, eval_every=0)
-PPO = ONCE | dict(steps=SHOWN[-1], prompts_per_step=64, group_size=4, schedule="constant", lr=5e-4, eval_every=0)
+BASE = {"addition": ONCE | dict(until_accuracy=0.41, schedule="constant", eval_every=5, eval_rows=0),
+        "calculator": ONCE | dict(steps=300, schedule="constant", eval_every=0, eval_rows=0)}
+REWARD = {"addition": ONCE | dict(loss="reward", problems=8192, epochs=4.0, eval_every=0),
+          "calculator": ONCE | dict(loss="reward", problems=1000, epochs=6.0, eval_every=0)}
+PPO = ONCE | dict(prompts_per_step=64, group_size=4, schedule="constant", lr=5e-4, eval_every=0)
 WAYS = {
     "free": dict(kl_coef=0.0),
     "`--kl-coef 0.2`": dict(kl_coef=0.2),
@@ -61,21 +63,23 @@ def around(rows: list[dict], step: int, name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=[*SHOWN], default="addition")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/overoptimisation"))
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/ppo.md")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/ppo.md (of addition)")
     args = parser.parse_args()
-    base = train(train_sft, args.run_dir / "base", **BASE)
-    reward_model = train(train_dpo, args.run_dir / "reward", init=str(base), **REWARD)
+    shown, task = SHOWN[args.task], dict(task=args.task)
+    base = train(train_sft, args.run_dir / "base", **task | BASE[args.task])
+    reward_model = train(train_dpo, args.run_dir / "reward", init=str(base), **task | REWARD[args.task])
     accuracy = read_metrics(reward_model.parent / "metrics.jsonl")[-1]["eval/preference_accuracy"]
     print(f"the reward model is right about {accuracy:.3f} of the held-out pairs")
-    lines = ["| | " + " | ".join(f"after {step}" for step in SHOWN) + " | best |", "|---" * (len(SHOWN) + 2) + "|"]
+    lines = ["| | " + " | ".join(f"after {step}" for step in shown) + " | best |", "|---" * (len(shown) + 2) + "|"]
     for number, (way, options) in enumerate(WAYS.items()):
         run = train(train_ppo, args.run_dir / f"ppo_{number}", init=str(base), reward_model=str(reward_model),
-                    **PPO | options)
+                    steps=shown[-1], **task | PPO | options)
         rows = read_metrics(run.parent / "metrics.jsonl")
         cells = [f"{around(rows, step, 'reward_mean'):.2f} ({around(rows, step, 'score_mean'):+.2f})"
-                 for step in SHOWN]
-        best = max(range(1, SHOWN[-1] + 1), key=lambda step: around(rows, step, "reward_mean"))
+                 for step in shown]
+        best = max(range(1, shown[-1] + 1), key=lambda step: around(rows, step, "reward_mean"))
         lines.append(f"| {way} | " + " | ".join(cells) + f" | {around(rows, best, 'reward_mean'):.2f} after {best} |")
         print(lines[-1], flush=True)
     table = "\n".join(lines) + "\n"
