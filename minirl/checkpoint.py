@@ -316,7 +316,11 @@ def _save_weights(layout: dict[str, Stored], state: Mapping[str, Tensor], dtype:
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for shard, path in zip(shards, names, strict=True):
-        tensors = {name: layout[name].join(state) for name in shard}
+        tensors = {}
+        for name in shard:
+            tensor = layout[name].join(state)
+            if writes:  # the others need it no more
+                tensors[name] = tensor.contiguous()  # here, one at a time: all at once would be a second copy
         if writes:
             _save_tensors(tensors, folder / path)
     if len(shards) > 1 and writes:
@@ -329,11 +333,12 @@ def _save_weights(layout: dict[str, Stored], state: Mapping[str, Tensor], dtype:
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """safetensors refuses two names for one memory, and transposed views: those are copied first."""
-    unique, seen = {}, set()
+    unique, spans = {}, []  # parts of one storage that do not overlap, as ZeRO gathers them, need no copy
     for name, tensor in tensors.items():
-        address = tensor.untyped_storage().data_ptr()
-        unique[name] = (tensor.detach().clone() if address in seen else tensor.detach()).contiguous()
-        seen.add(address)
+        tensor = tensor.detach().contiguous()
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        unique[name] = tensor.clone() if any(start < e and s < end for s, e in spans) else tensor
+        spans.append((start, end))
     temporary = path.with_name(path.name + ".tmp")
     save_file(unique, temporary, metadata={"format": "pt"})
     usual_mode(temporary)

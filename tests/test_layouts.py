@@ -1,15 +1,19 @@
 """Every layout is the same run: losses, weights after five updates, samples and checkpoints of one process."""
 
+import gc
 import shutil
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import bytes_in_memory, run_ranks
 from safetensors.torch import load_file
 
-from minirl.checkpoint import load_checkpoint, load_model, save_checkpoint
+from minirl import checkpoint
+from minirl.architectures import Stored
+from minirl.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from minirl.config import UserError
 from minirl.env import make_env
 from minirl.env.loop import collect
@@ -18,7 +22,7 @@ from minirl.logprobs import Output, rollout_logprobs
 from minirl.losses import aggregate, clipped_surrogate, loss_total, policy_stats
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw, clip_gradients
-from minirl.parallel import Mesh, forward_backward, init_mesh
+from minirl.parallel import Mesh, forward_backward, init_mesh, tensor, zero
 from minirl.parallel.layout import parallelize
 from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
@@ -187,3 +191,54 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
         for found in run_ranks(go_on, world2, str(folder / "step_2"), layout2):
             for stats, stats1 in zip(found, wanted, strict=True):
                 assert stats == pytest.approx(stats1, rel=1e-9, abs=1e-11), (layout, layout2)
+
+
+SPREAD = [(dict(tp=4), 1), (dict(pp=4), 5), (dict(tp=2, pp=2), 5), (dict(dp=4, zero_stage=3), 1)]  # in how many files
+
+
+def weighed(folder: str, layout: dict, shard_bytes: int) -> dict[str, int]:
+    """Bytes in memory on this rank: at most while a model is opened, then, and at most while it is saved."""
+    mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
+    options = {name: value for name, value in layout.items() if name not in AXES}
+    gc.collect()
+    gc.freeze()
+    seen = []
+
+    def watched(call):
+        def wrapped(*args, **kwargs):
+            seen.append(bytes_in_memory())
+            result = call(*args, **kwargs)
+            seen.append(bytes_in_memory())
+            return result
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Stored, "join"), (Stored, "split"), (checkpoint, "save_file"), (tensor, "cut"),
+                            (zero, "flats_of"), (Transformer, "load_state_dict")):
+            patch.setattr(owner, name, watched(getattr(owner, name)))
+        model = parallelize(load_model(folder), mesh, **options)
+        opened = max(seen)
+        gc.collect()
+        seen.clear()
+        kept = bytes_in_memory()
+        write = partial(save_model, shard_bytes=shard_bytes)
+        save_checkpoint(Path(folder) / "run", 1, model, None, {"step": torch.tensor(1)}, {}, write=write, mesh=mesh)
+    gc.unfreeze()
+    return {"opened": opened, "kept": kept, "saved": max(seen)}
+
+
+def weighed_in_every_layout(folder: str, size: int) -> list[dict[str, int]]:
+    return [weighed(folder, layout, size // files) for layout, files in SPREAD]
+
+
+def test_no_rank_holds_two_copies_of_the_model_while_it_is_opened_or_saved(tmp_path):
+    model = Transformer(ModelConfig(258, 32, 80, 8, 4, 4, max_position_embeddings=16)).init_weights(torch.Generator())
+    save_model(model, tmp_path)
+    P, embedding = (sum(p.nbytes for p in part.parameters()) for part in (model, model.embed_tokens))
+    for rank, results in enumerate(run_ranks(weighed_in_every_layout, 4, str(tmp_path), P, timeout=150)):
+        for found, (layout, files) in zip(results, SPREAD, strict=True):
+            where = f"{layout}, rank {rank}, {files} files: {found}, model {P}"
+            assert P / 7 < found["kept"] < 0.45 * P, where
+            assert found["opened"] < P + found["kept"] + 2 * embedding < 2 * P, where
+            file = P if "zero_stage" in layout else 0 if rank else P // files  # ZeRO-3 gathers all of it, to read
+            assert found["saved"] < found["kept"] + file + 3 * embedding < 2 * P, where
