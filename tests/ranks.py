@@ -37,7 +37,7 @@ def start(function: Callable, *args, threads: int = 1, environment: dict[str, st
     return process
 
 
-def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable, world_size: int, *args, timeout: float = 120) -> list[Any]:
     """function(*args) on `world_size` ranks, which find each other as under torchrun. What each returned, in order.
 
     RankError: a rank raised or died; TimeoutError: some were not done in `timeout` seconds. Either way all are gone.
