@@ -29,7 +29,7 @@ from minirl.model import Transformer
 from minirl.options import prepare
 from minirl.parallel.data import barrier
 from minirl.parallel.layout import Whole
-from minirl.reward_model import reward_model_of, score_inputs
+from minirl.reward_model import check_same_tokens, reward_model_of, score_inputs
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
@@ -78,6 +78,8 @@ def open_critic(config: Any, saved: Path | None, init: str | Path, tokenizer: To
                         "or let it share the policy's layers with --critic joint")
     critic = load_model(source, dtype, mesh.device)
     check_tokenizer(tokenizer, critic.config.vocab_size)
+    if config.critic_init:  # a larger vocabulary would take the policy's ids, and mean other words by them
+        check_same_tokens(source, tokenizer, "critic")
     critic = critic if critic.config.num_labels else critic_of(critic)
     if config.lora_rank:
         if mesh.is_main:

@@ -84,11 +84,15 @@ def load_reward_model(folder: str | Path, tokenizer: Tokenizer | None = None, dt
         raise UserError(f"{folder} is a language model, which gives no score: train a reward model with train_dpo.py "
                         "--loss reward, and give its checkpoint")
     if tokenizer is not None:
-        own = load_tokenizer(folder)
-        if (difference := unlike(own, tokenizer)) is not None:
-            raise UserError(f"the reward model {folder} has another vocabulary than the policy ({difference}): train "
-                            "one on the policy's own tokens")
+        check_same_tokens(folder, tokenizer, "reward model")
     return model
+
+
+def check_same_tokens(folder: str | Path, tokenizer: Tokenizer, kind: str) -> None:
+    """UserError if the model in this folder means other tokens by its ids than the policy, whose tokenizer is given."""
+    if (difference := unlike(load_tokenizer(folder), tokenizer)) is not None:
+        raise UserError(f"the {kind} {folder} has another vocabulary than the policy ({difference}): train one on the "
+                        "policy's own tokens")
 
 
 def unlike(ours: Tokenizer, theirs: Tokenizer) -> str | None:

@@ -23,9 +23,13 @@ import train_sft
 from minirl import losses
 from minirl.checkpoint import load_model
 from minirl.config import UserError
-from minirl.lora import adapters_off, open_policy
+from minirl.logprobs import rollout_logprobs
+from minirl.lora import adapters, adapters_off, add_lora, open_policy
 from minirl.losses import sequence_logprobs, sft_loss
 from minirl.metrics import MetricsLogger
+from minirl.model import ModelConfig, Transformer
+from minirl.pairs import with_reference
+from minirl.parallel import Mesh
 from minirl.preference_losses import (
     PREFERENCES,
     Options,
@@ -97,6 +101,8 @@ def test_a_pair_of_equals_has_no_nan_and_a_certain_one_neither(kind):
     assert torch.isfinite(loss).all() and torch.isfinite(x.grad).all()
     if kind == "dpo":
         assert loss.item() == pytest.approx(math.log(2)) and abs(x.grad.item()) < 1e-7
+        certain = preference_loss(kind, torch.tensor([-20000.0]), torch.zeros(1), torch.zeros(1), torch.zeros(1))
+        assert certain.item() == pytest.approx(2000), "log(sigmoid(-2000)) by logsigmoid"
     for c, r in ((-20000.0, -1e-9), (-1e-9, -20000.0), (0.0, 0.0), (-1e-9, 0.0)):
         c, r = (torch.tensor([v], requires_grad=True) for v in (c, r))
         loss = preference_loss(kind, c, r, torch.zeros(1), torch.zeros(1))
@@ -104,6 +110,20 @@ def test_a_pair_of_equals_has_no_nan_and_a_certain_one_neither(kind):
         for value in (loss, c.grad, r.grad):
             assert torch.isfinite(value).all(), (c, r)
     assert preference_stats(x, x, x, x, 0.1)["row_accuracy"] == 0.5, "a tie counts half"
+
+
+def test_the_reference_is_asked_without_dropout_and_the_policy_goes_on_with_it():
+    policy = Transformer(ModelConfig(11, 8, 16, 2, 2)).init_weights(torch.Generator().manual_seed(0))
+    policy = add_lora(policy, rank=2, dropout=0.5).train()
+    for adapter in adapters(policy).values():
+        torch.nn.init.normal_(adapter.lora_B, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(2)
+    rows = Rollout(torch.randint(11, (2, 6)), torch.ones(2, 5, dtype=torch.bool), torch.full((2,), 6), ids, ids)
+    noisy = [rollout_logprobs(policy, rows, 2) for _ in range(2)]
+    assert not torch.equal(*noisy), "the adapter has dropout"
+    with adapters_off(policy) as reference:
+        once, again = (with_reference(reference, rows, 2, Mesh()).ref_logprobs for _ in range(2))
+    assert torch.equal(once, again) and policy.training
 
 
 def test_sums_and_means_are_those_of_the_answers_tokens():
@@ -377,7 +397,7 @@ BAD_ROWS = [
     ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, r"rows\.jsonl:2: chosen and rejected are the same"),
     ({"prompt": "1+1=", "chosen": "2", "rejected": ""}, r"rows\.jsonl:2: rejected is empty"),
     ({"prompt": "1+1=", "chosen": "2"}, r"rows\.jsonl:2: chosen is a str and rejected a NoneType"),
-    ({"prompt": "1+1=", "chosen": "2" * 90, "rejected": "3"}, "1 pairs do not fit the model's context of .*--drop"),
+    ({"prompt": "1+1=", "chosen": "2" * 90, "rejected": "3"}, "1 of 2 pairs do not fit the model's context.*--drop"),
     ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "big"}, r"rows\.jsonl:2: margin is 'big'"),
 ]
 

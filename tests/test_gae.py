@@ -82,6 +82,7 @@ def test_what_stands_in_padding_never_leaks():
     values, rewards = tensor([[0.5, 0.5, 0.5, 9.9, math.nan]]), tensor([[0, 0, 1.0, -3, math.inf]])
     advantage, returns = gae(rewards, values, mask, 1.0, 0.95)
     close(advantage, [[0.45125, 0.475, 0.5, 0, 0]])
+    assert advantage.count_nonzero() == mask.sum(), "one an action token, and none behind the last"
     close(returns, [[0.95125, 0.975, 1.0, 0, 0]])
 
 

@@ -411,10 +411,15 @@ def test_a_bad_value_is_one_line_before_any_work(flags, message, tmp_path):
     assert_refused(train_ppo, flags.split(), message, tmp_path / "run")
 
 
-def test_a_critic_of_another_vocabulary_is_refused(tmp_path, start):
+def test_a_critic_of_another_vocabulary_is_refused(tmp_path, start, shared):
     save_model(Transformer(replace(SHAPE, vocab_size=100)), tmp_path / "small")
     flags = ["--init", str(start), "--difficulty", "1", "--critic-init", str(tmp_path / "small")]
     assert_refused(train_ppo, flags, "they do not belong together", tmp_path / "run")
+    stories = load_tokenizer(shared / "models/stories260k")
+    save_model(Transformer(replace(SHAPE, vocab_size=512)), tmp_path / "large", stories)
+    flags[-1] = str(tmp_path / "large")
+    assert_refused(train_ppo, flags, r"critic .*large has another vocabulary than the policy \(512 tokens and 258\)",
+                   tmp_path / "run")
 
 
 def test_ppo_raises_its_reward_and_its_critic_explains_it(tmp_path, start):

@@ -71,6 +71,8 @@ def test_the_prefix_of_nothing_and_of_one_that_goes_on():
     ({"chosen": "ab", "rejected": "abc"}, "chosen is empty behind the prompt"),
     ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen is empty"),
     ({"prompt": "p", "chosen": [], "rejected": [said("b")]}, "chosen is empty"),
+    ({"prompt": [USER], "chosen": [said("a")], "rejected": [said("")]}, "rejected is empty"),
+    ({"chosen": [USER, said("a")], "rejected": [USER, said("")]}, "rejected is empty"),
     ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, "chosen is a str and rejected a list"),
     ({"prompt": "p", "completion": "a"}, "chosen is a NoneType.*columns are 'prompt', 'completion'"),
     ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "prompt is a list"),
@@ -108,7 +110,7 @@ def test_the_last_tenth_is_held_out_and_each_epoch_deals_every_pair_once(tmp_pat
 
 def test_a_pair_longer_than_the_context_is_an_error_or_left_out_whole(tmp_path):
     data = read(tmp_path, 30)
-    with pytest.raises(UserError, match=r"\d+ pairs do not fit the model's context of 7 tokens: the longest has 8"):
+    with pytest.raises(UserError, match=r"\d+ of 27 pairs do not fit .* context of 7 tokens: the longest has 8"):
         data.fit(7)
     left = data.fit(7, drop=True)
     assert 0 < left.size() < 27 and int(left.train.lengths.max()) == 7

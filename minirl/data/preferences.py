@@ -85,13 +85,19 @@ def encode_pair(row: dict[str, Any], place: str, tokenizer: Tokenizer, template:
     extras = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
     rows = []
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if not answer:
+        if not answer or (isinstance(answer, list) and not any(map(says_something, answer))):
             raise UserError(f"{place}: {name} is empty behind the prompt: there is nothing to compare; remove it")
         rows.append(encode_row({"prompt": prompt, "completion": answer} | extras, f"{place} ({name})", tokenizer,
                                template))
     if rows[0].tokens == rows[1].tokens:
         raise UserError(f"{place}: chosen and rejected are the same tokens, so the pair prefers nothing; remove it")
     return Pair(*rows, read_scores(row, place))
+
+
+def says_something(message: Any) -> bool:
+    """False for the empty answer of a conversation: a turn of the model without a word or a call of a tool."""
+    said = ("content", "reasoning_content", "tool_calls")
+    return not isinstance(message, dict) or any(message.get(key) for key in said)
 
 
 def common_prefix(chosen: str | list, rejected: str | list) -> int:
@@ -199,9 +205,9 @@ class Preferences:
         for pairs in (self.train, self.held_out):
             fits = (pairs.lengths <= context).view(-1, 2).all(1)
             if not fits.all() and not drop:
-                raise UserError(f"{int((~fits).sum())} pairs do not fit the model's context of {context} tokens: the "
-                                f"longest has {int(pairs.lengths.max())}: leave them out with --drop-long-rows, or use "
-                                "a model with a longer context")
+                raise UserError(f"{int((~fits).sum())} of {len(fits)} pairs do not fit the model's context of "
+                                f"{context} tokens: the longest has {int(pairs.lengths.max())}: leave them out with "
+                                "--drop-long-rows, or use a model with a longer context")
             kept.append(pairs.rows(rows_of(fits.nonzero()[:, 0])))
         if not all(map(len, kept)):
             raise UserError(f"no pair {'held out' if len(kept[0]) else 'to learn'} fits the context of {context} "
