@@ -1,7 +1,8 @@
 """Log-probs of a large vocabulary, forward and backward: seconds, and bytes beyond the inputs and their gradients.
 
     python benchmarks/logprob_memory.py         2,048 tokens, hidden 896, vocabulary 151,936 (Qwen2.5-0.5B), float32
-    python benchmarks/logprob_memory.py --step  a GRPO update of a model as wide as Qwen3-0.6B, and what the plan says
+    python benchmarks/logprob_memory.py --step  a GRPO update of a model as wide as Qwen3-0.6B, in the memory that
+                                                `minirl.plan` expects it to need: with minirl's head, and the naive one
 
 Each measurement is a process of its own, since the peak of a process (ru_maxrss) never falls; the methods take turns.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -44,8 +46,8 @@ def one_pass(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> 
     return head_loss(hidden, weight, targets, lambda columns, logprobs, _: (logprobs * scale[:, columns]).sum())
 
 
-def step(tokens: int, layers: int = 2) -> None:
-    """Forward and backward of a GRPO update on one row; prints its peak beside what `minirl.plan` expects."""
+def step(head: str, limited: bool, tokens: int, layers: int) -> str:
+    """Forward and backward of a GRPO update on one row, in this process; limited: to what `minirl.plan` expects."""
     config = ModelConfig(151936, 1024, 3072, layers, 16, 8, head_dim=128, qk_norm=True, max_position_embeddings=tokens)
     model, mesh = Transformer(config), init_mesh("cpu")
     g = torch.Generator().manual_seed(0)
@@ -59,16 +61,43 @@ def step(tokens: int, layers: int = 2) -> None:
 
     def loss_fn(out: Output, mb: Rollout):
         per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.2)
-        return aggregate(per_token, mb.action_mask, "token", tokens), {"entropy": out.entropy.detach().sum()}
+        return aggregate(per_token, mb.action_mask, "token", tokens), {}
 
-    before, began = resident(), perf_counter()
-    forward_backward(model, [rows], loss_fn, mesh, entropy=True, by_token=True)
-    seconds = perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    planned = rank_memory(config, Layout(sequence_length=tokens, dtype="float32"), 0)
-    both = 2 * tokens * 151936 * 4
-    print(f"{tokens} tokens, {layers} layers: {seconds:.1f} s; beside weights and gradients {peak / 1e6:.0f} MB, "
-          f"planned {(planned.activations + planned.head) / 1e6:.0f}; logits + log_softmax alone are {both / 1e6:.0f}")
+    def update() -> float:
+        if head == "minirl":
+            return forward_backward(model, [rows], loss_fn, mesh, by_token=True)["loss"]
+        logprobs = model.logits(model(ids[:, :-1])).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        loss = loss_fn(Output(logprobs), rows)[0]
+        loss.backward()
+        return loss.item()
+
+    plan = rank_memory(config, Layout(sequence_length=tokens, dtype="float32"), 0)
+    planned, before, began = plan.activations + plan.head, resident(), perf_counter()
+    if limited:  # beside what is there by now: weights, gradients and torch
+        resource.setrlimit(resource.RLIMIT_DATA, (private() + planned, resource.RLIM_INFINITY))
+    say = f"{head:8}{planned / 1e6 if limited else math.inf:12.0f}"
+    try:
+        loss = update()
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        return f"{say}  does not fit"
+    seconds, peak = perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    norm = sum(parameter.grad.norm() ** 2 for parameter in model.parameters()) ** 0.5
+    return f"{say}{peak / 1e6:8.0f}{seconds:9.1f}{loss:11.5f}{norm:11.5f}"
+
+
+def steps(tokens: int, layers: int) -> None:
+    print(f"{tokens} tokens, {layers} layers; logits + log_softmax are {2 * tokens * 151936 * 4 / 1e6:.0f} MB\n"
+          f"{'head':8}{'limit in MB':>12}{'peak':>8}{'seconds':>9}{'loss':>11}{'|grad|':>11}", flush=True)
+    for arguments in (("minirl", "1"), ("naive", "1"), ("naive", "")):
+        print(in_process("--one-step", *arguments, tokens, layers).rstrip(), flush=True)
+
+
+def in_process(*arguments: object) -> str:
+    """What this file prints with these arguments, in a fresh process."""
+    return subprocess.run([sys.executable, "-W", "ignore", __file__, *map(str, arguments)], stdout=subprocess.PIPE,
+                          text=True, check=True).stdout
 
 
 METHODS = {"naive": naive, "linear_logprob": operator, "head_loss": one_pass}
@@ -78,6 +107,12 @@ def resident() -> int:
     """Bytes of memory that this process has now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def private() -> int:
+    """Bytes that it has asked for, touched or not: what RLIMIT_DATA counts."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
 
 
 def measure(method: str, tokens: int, size: int, vocab: int) -> dict[str, float]:
@@ -98,13 +133,11 @@ def measure(method: str, tokens: int, size: int, vocab: int) -> dict[str, float]
 
 
 def main(options: argparse.Namespace) -> None:
-    sizes = [str(x) for x in (options.tokens, options.hidden, options.vocab)]
+    sizes = options.tokens, options.hidden, options.vocab
     found: dict[str, list[dict[str, float]]] = {method: [] for method in options.methods}
     for _ in range(options.rounds):
         for method in found:
-            out = subprocess.run([sys.executable, "-W", "ignore", __file__, "--measure", method, *sizes],
-                                 capture_output=True, text=True, check=True).stdout
-            found[method].append(json.loads(out))
+            found[method].append(json.loads(in_process("--measure", method, *sizes)))
     both = 2 * options.tokens * options.vocab * 4
     print(f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocab}, float32, "
           f"{torch.get_num_threads()} threads; logits + log_softmax are {both / 1e6:.0f} MB")
@@ -118,7 +151,9 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--step"]:
-        step(int(sys.argv[2]) if sys.argv[2:] else 2048)
+        steps(*(map(int, sys.argv[2:]) if sys.argv[2:] else (2048, 2)))
+    elif sys.argv[1:2] == ["--one-step"]:
+        print(step(sys.argv[2], bool(sys.argv[3]), *map(int, sys.argv[4:])))
     elif sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
     else:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.linear_logprob import Head, Reduce, Sums, check_temperature, row_chunks, slope, spread, wide
+from kernels.linear_logprob import Head, Reduce, Sums, check_shapes, check_temperature, row_chunks, slope, spread, wide
 
 # (columns, logprobs (B, s), entropy (B, s) or None) -> the share of the loss, a scalar
 PieceLoss = Callable[[slice, Tensor, Tensor | None], Tensor]
@@ -40,6 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, piece_loss: Piece
                  rows (a ratio of sequences, a preference) cannot be said so
     """
     check_temperature(temperature)
+    check_shapes(hidden, weight, bias, targets, start if reduce is None else None)
     head = Head(temperature, softcap, start, reduce)
     return _HeadLoss.apply(hidden, weight, bias, targets, piece_loss, head, entropy)
 
@@ -49,6 +50,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, piece_loss, head, entropy):
+        """hidden (B, S, D), weight (V, D), bias (V,), targets (B, S) -> the loss, a scalar."""
         B, S, D = hidden.shape
         wants = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden, dtype=wide(hidden)) if wants[0] else None
@@ -65,7 +67,7 @@ class _HeadLoss(torch.autograd.Function):
             logprobs, ent, _ = whole.results()
             shift = whole.peak - sums.peak + whole.total.log()  # this shard's peak may be lower
             with torch.enable_grad():
-                leaves = [x.view(B, -1).requires_grad_() for x in (logprobs, ent) if x is not None]
+                leaves = [x.view_as(targets[:, columns]).requires_grad_() for x in (logprobs, ent) if x is not None]
                 share = piece_loss(columns, leaves[0], leaves[1] if entropy else None)
                 found = torch.autograd.grad(share, leaves, allow_unused=True) if share.requires_grad else [None, None]
             loss += share.detach()
@@ -78,18 +80,18 @@ class _HeadLoss(torch.autograd.Function):
             part = None if grad_hidden is None else logits.new_zeros(len(here), D)
             spread(logits, here, weight, every, part, grad_weight, grad_bias)
             if part is not None:
-                grad_hidden[:, columns] = part.view(B, -1, D)
+                grad_hidden[:, columns] = part.view_as(hidden[:, columns])
             del logits, grad  # (a view) or this chunk would still be there when the next begins
-        grads = (None if g is None else g.to(x.dtype)
-                 for g, x in zip((grad_hidden, grad_weight, grad_bias), (hidden, weight, bias)))
-        ctx.grads = list(grads)
+        inputs = hidden, weight, bias
+        ctx.grads = [None if g is None else (g, x.dtype) for g, x in zip((grad_hidden, grad_weight, grad_bias), inputs)]
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        """The gradients that forward has made; scaled in place, so that weight's is not there twice."""
+        """The gradients that forward has made; scaled in place, so that weight's is not there twice, and rounded after
+        that: of a loss times 65,536, a float16 gradient must not have been 0 before."""
         if ctx.grads is None:
             raise RuntimeError("head_loss has given its gradients away: its backward runs once")
         grads, ctx.grads = ctx.grads, None
-        return *(None if g is None else g.mul_(upstream) for g in grads), None, None, None, None
+        return *(None if g is None else g[0].mul_(upstream).to(g[1]) for g in grads), None, None, None, None

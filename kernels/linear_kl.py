@@ -30,6 +30,7 @@ from kernels.linear_logprob import (
     Impl,
     Reduce,
     Sums,
+    check_head,
     check_temperature,
     pick,
     row_chunks,
@@ -52,7 +53,7 @@ def linear_kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Te
     reduce : as in `linear_logprob`, where each rank has some of the words, the same ones of both heads
 
     A token that p (of "forward": q) alone can give makes the KL inf; its gradient is then NaN. "js" is always finite.
-    ValueError: an unknown kind, a temperature that is not above 0
+    ValueError: an unknown kind, a temperature that is not above 0, shapes that do not belong together
     """
     head = Head(temperature, softcap, 0, reduce)
     return _apply(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, kind, head, impl)
@@ -69,6 +70,12 @@ def _apply(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, ref_hidde
     if kind not in Kind.__args__:
         raise ValueError(f"kind {kind!r} does not exist: use one of {', '.join(Kind.__args__)}")
     check_temperature(head.temperature)
+    check_head(hidden, weight, bias)
+    check_head(ref_hidden, ref_weight, ref_bias)
+    rows, ref_rows = hidden.shape[:-1], ref_hidden.shape[:-1]
+    words, ref_words = (x.shape[-1] if w is None else len(w) for x, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    if rows != ref_rows or words != ref_words:  # one row or one word would be broadcast
+        raise ValueError(f"the reference has logits {(*ref_rows, ref_words)}, and the policy {(*rows, words)}")
     flat, ref_flat = (x.reshape(-1, x.shape[-1]) for x in (hidden, ref_hidden))
     ref = (None if x is None else x.detach() for x in (ref_flat, ref_weight, ref_bias))
     function = _LinearKl
@@ -130,6 +137,7 @@ class _LinearKl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
+        """upstream (N,) -> the gradients of hidden (N, D), weight (V, D) and bias (V,), of the policy alone."""
         *inputs, norm, ref_norm, mean = ctx.saved_tensors
         own, ref = inputs[:3], inputs[3:]
         upstream = (upstream / ctx.head.temperature)[:, None]

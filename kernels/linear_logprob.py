@@ -71,7 +71,8 @@ def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     All arithmetic is in float32, or float64 for float64 inputs: a bfloat16 logit near 20 is rounded by up to
     0.06, which the ratio of a policy gradient would take for a change of the policy.
     A logit of -inf is a token of probability 0. A row of nothing else has no distribution: NaN.
-    ValueError: a temperature that is not above 0; Triton where it cannot be.
+    ValueError: a temperature that is not above 0; shapes that do not belong together; on a CPU a target that no word
+    has, such as -100 (a GPU would have to be waited for: there its log-prob is -lse); Triton where it cannot be.
     """
     return _apply(hidden, weight, bias, targets, temperature, entropy, lse, softcap, start, reduce, impl)
 
@@ -91,6 +92,7 @@ def _apply(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: 
            entropy: bool, lse: bool, softcap: float, start: int, reduce: Reduce | None,
            impl: Impl = "torch") -> Tensor | tuple[Tensor, ...]:
     check_temperature(temperature)
+    check_shapes(hidden, weight, bias, targets, start if reduce is None else None)
     function = _LinearLogprob
     if pick(impl, hidden) == "triton":
         from kernels import triton_linear_logprob  # here, since a laptop may not have Triton
@@ -129,6 +131,28 @@ def triton_installed() -> bool:
 def check_temperature(temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0: greedy decoding has no distribution")
+
+
+def check_shapes(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor,
+                 start: int | None) -> None:
+    """ValueError: what would be broadcast, or read beyond its end. start: None where other ranks have words too."""
+    if hidden.shape[:-1] != targets.shape:  # of (3, 2) for (2, 3), each row would get another's target
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}")
+    check_head(hidden, weight, bias)
+    words = hidden.shape[-1] if weight is None else len(weight)
+    if start is not None and targets.device.type == "cpu" and targets.numel():
+        low, high = (x.item() for x in targets.aminmax())
+        if low < start or high >= start + words:
+            wrong = low if low < start else high
+            raise ValueError(f"target {wrong} is none of the words {start}..{start + words - 1}: "
+                             "give any of them where it does not count, and mask the result")
+
+
+def check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if weight is not None and weight.shape[1:] != hidden.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
 
 
 class Head(NamedTuple):

@@ -153,6 +153,7 @@ class TritonLinearKl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
+        """upstream (N,) -> the gradients of the policy's hidden (N, D), weight (V, D) and bias (V,)."""
         *inputs, lse, ref_lse, mean = ctx.saved_tensors
         own, ref, (hidden, weight, bias) = inputs[:3], inputs[3:], inputs[:3]
         wants, N, V, tiles = ctx.needs_input_grad, len(hidden), len(weight), kl_tiles(hidden)
@@ -177,6 +178,7 @@ class TritonLinearKl(torch.autograd.Function):
 
 
 def halved(tiles: Tiles) -> Tiles:
+    """A quarter of the numbers: there are two heads."""
     return tiles._replace(block_n=tiles.block_n // 2, block_v=tiles.block_v // 2)
 
 

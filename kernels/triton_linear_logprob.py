@@ -173,6 +173,7 @@ class TritonLinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
+        """Three of (N,), or None -> the gradients of hidden (N, D), weight (V, D) and bias (V,)."""
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         wants, N = ctx.needs_input_grad, len(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants[0] else None

@@ -16,7 +16,7 @@ from kernels import linear_kl, linear_logprob
 from kernels import triton_linear_logprob as triton_module
 from kernels.linear_logprob import Head
 
-SIZES = (1, 1), (3, 2), (64, 127), (3, 512), (64, 1000), (1, 32003)  # rows, words
+SIZES = (1, 1), (3, 2), (64, 127), (3, 512), (64, 1000), (3, 32003)  # rows, words
 # Both round a float16 or bfloat16 gradient at the end, of which the smallest have no relative error.
 CLOSE = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 1.6e-2)}
 
@@ -29,11 +29,11 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_module, "GRAD_LOGITS", 64 * 300)
 
 
-def problem(rows, vocab, dtype=torch.float32, size=24, scale=1.0):
+def problem(rows, vocab, dtype=torch.float32, size=24, scale=1.0, tile=64):
     g = torch.Generator().manual_seed(rows + vocab)
     make = lambda *shape: (torch.randn(shape, generator=g) * scale).to(dtype).requires_grad_()
     targets = torch.randint(vocab, (rows,), generator=g)
-    edges = torch.tensor([0, vocab - 1, 63, 64])[:rows].clamp(max=vocab - 1)  # of the vocabulary, and of a tile
+    edges = torch.tensor([vocab - 1, tile, tile - 1, 0])[:rows].clamp(max=vocab - 1)  # of the vocabulary, and of a tile
     targets[: len(edges)] = edges
     return make(rows, size), make(vocab, size), make(vocab), targets
 
@@ -61,7 +61,7 @@ def test_values_and_gradients(monkeypatch, rows, vocab, dtype):
     if vocab > 1000:  # the interpreter's time goes by the number of tiles
         monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(16, 2048, 32, 4, 1))
         monkeypatch.setattr(triton_module, "GRAD_LOGITS", 9000)
-    hidden, weight, bias, targets = problem(rows, vocab, dtype)
+    hidden, weight, bias, targets = problem(rows, vocab, dtype, tile=2048 if vocab > 1000 else 64)
     before = [x.detach().clone() for x in (hidden, weight, bias, targets)]
     check(both(hidden, weight, bias, targets, temperature=2.0 if rows == 3 else 0.7, entropy=True), dtype)
     assert_close([x.detach() for x in (hidden, weight, bias, targets)], before, rtol=0, atol=0)
@@ -72,7 +72,7 @@ def test_a_vocabulary_of_151936_with_the_tiles_of_a_gpu(monkeypatch, dtype):
     monkeypatch.undo()
     monkeypatch.setattr(triton_module, "PROGRAMS", 4)
     monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(16, 4096, 32, 8, 1))
-    hidden, weight, _, targets = problem(2, 151936, dtype, size=8)
+    hidden, weight, _, targets = problem(3, 151936, dtype, size=8, tile=4096)
     check(both(hidden, weight, None, targets, entropy=True), dtype)
 
 
@@ -109,6 +109,7 @@ def test_masked_rows_get_no_gradient_and_upstream_gradients_count():
     ours, theirs = both(hidden, weight, bias, targets, [keep, torch.zeros(6)])
     assert ours[2][keep == 0].count_nonzero() == 0
     check((ours, theirs))
+    assert all(g.count_nonzero() == 0 for g in both(hidden, weight, bias, targets, [keep * 0, keep * 0])[0][2:])
     out = linear_logprob(hidden, weight, targets, impl="triton")
     twice = [torch.autograd.grad((out * keep).sum(), weight, retain_graph=True)[0] for _ in range(2)]
     assert_close(*twice, rtol=0, atol=0)
@@ -121,6 +122,8 @@ def test_strides_shapes_and_no_rows():
     strided = hidden.T.contiguous().T, weight.T.contiguous().T, targets.repeat_interleave(2)[::2]
     assert not any(x.is_contiguous() for x in strided)
     assert_close(linear_logprob(*strided, bias=bias, impl="triton"), want)
+    upstream = torch.randn(12, generator=torch.Generator().manual_seed(0))[::2]
+    check(both(*strided[:2], bias, strided[2], [upstream, upstream, upstream], entropy=True))
     folded = linear_logprob(hidden.view(2, 3, -1), weight, targets.view(2, 3), bias=bias, impl="triton")
     assert_close(folded, want.view(2, 3))
     none = linear_logprob(hidden[:0], weight, targets[:0], impl="triton")
@@ -137,7 +140,17 @@ def test_rows_beyond_2_to_the_31():
     hidden = room.as_strided((3, 8), (stride, 1))
     _, weight, _, targets = problem(3, 20, torch.float16, size=8)
     hidden.copy_(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
-    assert_close(linear_logprob(hidden, weight, targets, impl="triton"), linear_logprob(hidden, weight, targets))
+    check(both(hidden, weight, None, targets), torch.float16)
+    check(both(weight[:3].detach(), hidden.requires_grad_(), None, targets % 3), torch.float16)  # or of the weight
+
+
+def test_a_target_of_another_shard_is_never_an_offset():
+    hidden, weight, _, targets = problem(3, 100)
+    want = triton_module.head_sums(hidden, weight, None, targets, Head(), False)
+    for other in (-100, 100, 2**31 - 1):
+        got = triton_module.head_sums(hidden, weight, None, targets * 0 + other, Head(), False)
+        assert got.hit.count_nonzero() == 0
+        assert_close(got[:2], want[:2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(70, 30), (1, 64, 35)])

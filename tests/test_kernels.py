@@ -1,7 +1,9 @@
 import math
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +162,74 @@ def test_a_frozen_input_gets_no_gradient_and_a_row_without_upstream_gradient_non
     assert full[0][2:4].count_nonzero() == 0
     with torch.no_grad():
         assert not linear_logprob(hidden, weight, targets).requires_grad
+
+
+def test_two_losses_of_the_same_inputs():
+    hidden, weight, targets = problem(6, 5)
+    once, other = (linear_logprob(hidden, weight, y) for y in (targets, targets.roll(1)))
+    want = plain(hidden, weight, targets)[0].sum() + 2 * plain(hidden, weight, targets.roll(1))[0].sum()
+    assert_close(grads(once.sum() + 2 * other.sum(), hidden, weight), grads(want, hidden, weight))
+    with torch.inference_mode():
+        assert_close(linear_logprob(hidden, weight, targets), once.detach())
+
+
+def test_a_row_without_any_word_is_no_distribution():
+    assert logprob(torch.full((1, 5), -math.inf), torch.tensor([0])).isnan().all()
+
+
+def some_kl(hidden, weight, targets, bias=None):
+    return linear_kl(hidden, weight, hidden[..., :2], weight[:, :2], bias=bias)
+
+
+def some_head_loss(hidden, weight, targets, bias=None):
+    return head_loss(hidden, weight, targets, lambda columns, logprobs, _: logprobs.sum(), bias=bias)
+
+
+@pytest.mark.parametrize("function", [linear_logprob, some_head_loss])
+def test_targets_that_do_not_fit(function):
+    """A label of -100 has no log-prob, and none of (2, 3) targets belongs to one of (3, 2) hidden states."""
+    hidden, weight, targets = problem(6, 5)
+    hidden, targets = hidden.view(2, 3, 4), targets.view(2, 3)
+    for wrong, words in ((torch.full((2, 3), -100), "target -100 is none of the words 0..4"),
+                         (targets * 0 + 5, "target 5 is"), (targets.T, r"targets \(3, 2\) do not fit hidden"),
+                         (targets[:1, :1], r"targets \(1, 1\) do")):
+        with pytest.raises(ValueError, match=words):
+            function(hidden, weight, wrong)
+    with pytest.raises(ValueError, match="target -1 is none"):
+        logprob(hidden @ weight.T, targets * 0 - 1)
+
+
+@pytest.mark.parametrize("function", [linear_logprob, some_kl, some_head_loss])
+def test_heads_that_do_not_fit(function):
+    """What torch would broadcast, and a kernel read beyond its end."""
+    hidden, weight, targets = problem(6, 5)
+    hidden, targets = hidden.view(2, 3, 4), targets.view(2, 3)
+    with pytest.raises(ValueError, match=r"weight \(5, 3\) does not fit hidden"):
+        function(hidden, weight[:, :3], targets)
+    with pytest.raises(ValueError, match=r"bias \(1,\) does not fit weight"):
+        function(hidden, weight, targets, bias=torch.zeros(1))
+
+
+def test_a_reference_that_does_not_fit():
+    hidden, weight, _ = problem(6, 5)
+    for ref_hidden, ref_weight in ((hidden, weight[:1]), (hidden[:1], weight), (hidden.view(2, 3, 4), weight)):
+        with pytest.raises(ValueError, match="the reference has logits"):
+            linear_kl(hidden, weight, ref_hidden, ref_weight)
+    with pytest.raises(ValueError, match=r"logits \(1, 5\), and the policy \(6, 5\)"):
+        kl(hidden @ weight.T, torch.zeros(1, 5))
+
+
+def test_nobody_else_takes_a_log_softmax():
+    """A head that makes its own logits holds them all: code and recipes go through kernels/. (Attention has a
+    logsumexp of its scores, the demo one of 19 answers.)"""
+    root = Path(__file__).parent.parent
+    files = [*root.glob("*.py"), *root.glob("minirl/**/*.py")]
+    assert len(files) > 40
+    found = [str(path.relative_to(root)) for path in files
+             if re.search(r"log_softmax|\bcross_entropy\b|LogSoftmax", path.read_text())]
+    assert not found
+    normalised = {str(path.relative_to(root)) for path in files if "logsumexp" in path.read_text()}
+    assert normalised <= {"minirl/demo.py", "minirl/parallel/context.py", "minirl/plan.py"}
 
 
 # ------------------------------------------------------------------ the vocabulary in shards
@@ -398,6 +468,30 @@ def test_head_loss_over_shards_and_a_loss_without_gradient():
     assert_close(grads(sum(shards), hidden, weight), grads(whole, hidden, weight))
     nothing = head_loss(hidden, weight, targets, lambda columns, logprobs, ent: logprobs.detach().sum())
     assert all(g.count_nonzero() == 0 for g in grads(nothing, hidden, weight))
+
+
+def test_head_loss_of_no_rows_no_columns_and_without_gradient():
+    hidden, weight, targets = problem(6, 5)
+    hidden, targets = hidden.detach().view(2, 3, 4).requires_grad_(), targets.view(2, 3)
+    piece_loss = lambda columns, logprobs, ent: 2 * logprobs.sum() + ent.sum()
+    for none in (slice(0), slice(None)), (slice(None), slice(0)):
+        loss = head_loss(hidden[none], weight, targets[none], piece_loss, entropy=True)
+        assert loss == 0 and grads(loss, weight)[0].count_nonzero() == 0
+    want = head_loss(hidden, weight, targets, piece_loss, entropy=True)
+    for quiet in (torch.no_grad, torch.inference_mode):
+        with quiet():
+            assert_close(head_loss(hidden, weight, targets, piece_loss, entropy=True), want.detach())
+    only = head_loss(hidden.detach(), weight, targets, piece_loss, entropy=True)
+    assert_close(grads(only, weight)[0], grads(want, weight)[0])
+
+
+def test_head_loss_keeps_what_a_scaled_loss_shall_lift_over_the_smallest_float16():
+    hidden, weight, targets = problem(6, 5)
+    inputs = [x.detach().to(torch.float16).requires_grad_() for x in (hidden.view(2, 3, 4), weight)]
+    loss = head_loss(*inputs, targets.view(2, 3), lambda columns, logprobs, _: 1e-9 * logprobs.sum())
+    want = grads(65536 * 1e-9 * linear_logprob(*inputs, targets.view(2, 3)).sum(), *inputs)
+    assert_close(grads(65536 * loss, *inputs), want, rtol=2e-3, atol=1e-7)
+    assert want[0].count_nonzero() == 24
 
 
 def test_an_update_is_the_same_with_the_head_in_one_pass(monkeypatch):
