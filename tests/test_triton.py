@@ -26,7 +26,8 @@ def test_kernels_equal_the_reference_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-@pytest.mark.parametrize("dtype, targets", [("bf16", {"sm_80", "sm_90", "gfx942"}), ("fp32", {"sm_90"})])
+@pytest.mark.parametrize("dtype, targets", [
+    ("bf16", {"sm_80", "sm_90", "gfx942"}), ("fp16", {"sm_90"}), ("fp32", {"sm_90"})])
 def test_kernels_compile_without_spills_and_fit(tmp_path, dtype, targets):
     """Registers that do not fit go to memory, several times slower; a tile that does not fit does not start at all."""
     done = run("-m", "kernels.compile", "--dtypes", dtype, "--targets", *targets,
