@@ -18,7 +18,7 @@ data sets; --task jsonl reads such. With --loss reward the same pairs train a re
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import Literal
 
 import torch
 
-import train_sft
 from minirl.chat import turn_ends
 from minirl.checkpoint import (
     FREE_TO_CHANGE,
@@ -47,7 +46,7 @@ from minirl.evaluate import evaluate, sample_text
 from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output, rollout_logprobs
 from minirl.lora import adapters_off, is_adapter, open_policy, save_policy, tokenizer_folder
-from minirl.losses import aggregate, loss_total, row_sum, sft_loss
+from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
 from minirl.options import AdapterOptions, LayoutOptions, RunOptions, check_shared, make_mesh, open_reference, prepare
@@ -57,16 +56,17 @@ from minirl.pairs import (
     evaluate_pairs,
     microbatches,
     mismatch_kl,
+    pair_loss,
     pair_metrics,
     rows_of,
-    split,
     with_reference,
 )
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype
 from minirl.preference_losses import preference_loss, preference_stats, resolve
-from minirl.reward_model import reward_loss, reward_model_of, reward_stats, score_inputs
+from minirl.reward_model import reward_model_of, score_inputs
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
+from train_sft import cold_start
 
 
 @dataclass(frozen=True)
@@ -295,13 +295,10 @@ def main(config: Config) -> Path | None:
                 loss = loss + nll_coef * nll
             return loss, preference_stats(chosen, rejected, *ref, options.beta) | {"rows_length": mb.lengths.sum()}
 
-        def reward_fn(out: Output, mb: Rollout, total=total):
-            chosen, rejected = split(row_sum(out.values, mb.action_mask, mesh.cp_group))
-            margin = torch.sub(*split(mb.rewards)) if config.margins else 0.0
-            loss = reward_loss(chosen, rejected, margin, config.centring).sum() / total / mesh.cp
-            return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
-
-        rows, loss_fn = (score_inputs(batch), reward_fn) if scoring else (batch, preference_fn)
+        rows, loss_fn = batch, preference_fn
+        if scoring:
+            rows = score_inputs(batch)
+            loss_fn = partial(pair_loss, total=total, mesh=mesh, centring=config.centring, margins=config.margins)
         stats = forward_backward(policy, microbatches(rows, config.microbatch_size), loss_fn, mesh)
         if config.loss == "bco":  # a running mean over all updates so far, of both answers
             shift += ((stats["row_reward_chosen"] + stats["row_reward_rejected"]) / 2 / stats["rows"] - shift) / step
@@ -341,21 +338,6 @@ def main(config: Config) -> Path | None:
         if mesh.is_main:
             print("a held-out problem:", text)
     return Path(config.run_dir) / f"step_{last}"
-
-
-def cold_start(config: Config, is_main: bool) -> Path | None:
-    """A policy that succeeds now and then: a pair needs a right answer and a wrong one.
-
-    A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
-    """
-    folder = Path(config.run_dir) / "cold_start"
-    if is_main:
-        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
-    same = ("seed", "device", "dtype", "task", "data", "eval_data", "drop_long_rows", "difficulty", "eval_problems",
-            "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
-    return train_sft.main(train_sft.Config(
-        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
-        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
 
 
 if __name__ == "__main__":

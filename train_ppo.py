@@ -17,7 +17,7 @@ that follows the KL.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +25,6 @@ from typing import Literal
 
 import torch
 
-import train_sft
 from minirl.checkpoint import (
     check_tokenizer,
     load_checkpoint,
@@ -66,13 +65,14 @@ from minirl.options import (
     spread,
 )
 from minirl.pairs import microbatches as pair_microbatches
-from minirl.pairs import pair_metrics
+from minirl.pairs import pair_loss, pair_metrics
 from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype, share_of
-from minirl.ppo import PPOOptions, critic_loss, fill_in, pair_loss, policy_loss
+from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss
 from minirl.reward_model import load_reward_model, score_inputs, score_rows
 from minirl.rewards import missing_eos_penalty
 from minirl.rollout import Rollout
 from minirl.tokenizer import load_tokenizer
+from train_sft import cold_start
 
 
 @dataclass(frozen=True)
@@ -327,21 +327,6 @@ def main(config: Config) -> None:
     text = sample_text(policy, tokenizer, env, max_new_tokens)
     if mesh.is_main:
         print("after:", text)
-
-
-def cold_start(config: Config, is_main: bool) -> Path | None:
-    """A policy that succeeds now and then, for PPO too can only make likelier what is sampled.
-
-    A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
-    """
-    folder = Path(config.run_dir) / "cold_start"
-    if is_main:
-        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
-    same = ("seed", "device", "dtype", "impl", "task", "data", "eval_data", "drop_long_rows", "difficulty",
-            "eval_problems", "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
-    return train_sft.main(train_sft.Config(
-        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
-        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ gradient does not depend on how the batch is cut, padded or packed.
     torchrun train_sft.py --task jsonl --data chats.jsonl --init FOLDER --epochs 2 --lr 2e-4 --lora-rank 16 --qlora
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
@@ -241,6 +241,24 @@ def main(config: Config) -> Path | None:
         if mesh.is_main:
             print("a held-out problem:", text)
     return Path(config.run_dir) / f"step_{best['step'] or last}"
+
+
+def cold_start(config, is_main: bool) -> Path | None:
+    """A policy that succeeds now and then: what RL makes likelier, and a pair is made of. DeepSeek-R1 began so too.
+
+    A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
+
+    config  : that of train_grpo.py, train_ppo.py or train_dpo.py
+    returns : the folder of its last checkpoint; None: the run was stopped
+    """
+    folder = Path(config.run_dir) / "cold_start"
+    if is_main:
+        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
+    same = ("seed", "device", "dtype", "impl", "task", "data", "eval_data", "drop_long_rows", "difficulty",
+            "eval_problems", "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
+    return main(Config(
+        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
+        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
 
 
 if __name__ == "__main__":

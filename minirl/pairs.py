@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirl.env.base import Env
 from minirl.env.loop import collect
-from minirl.logprobs import rollout_logprobs
+from minirl.logprobs import Output, rollout_logprobs
 from minirl.losses import kl_estimate, row_sum, sequence_logprobs
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
@@ -22,7 +22,7 @@ from minirl.parallel.context import gather_rollouts
 from minirl.parallel.data import reduce_stats
 from minirl.parallel.zero import gathered
 from minirl.preference_losses import Options, Preference, preference_stats
-from minirl.reward_model import reward_stats, score_rows
+from minirl.reward_model import reward_loss, reward_stats, score_rows
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
@@ -47,6 +47,20 @@ def answers(logprobs: Tensor, mb: Rollout, row: Preference, mesh: Mesh | None = 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:
     """One number a row (2P,) -> of the chosen and of the rejected answers, (P,) each."""
     return rows[0::2], rows[1::2]
+
+
+def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh, centring: float = 0.01,
+              margins: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """This microbatch's share of a reward model's loss over `total` pairs, and what to log: a loss_fn.
+
+    mb       : `score_inputs` of the pairs
+    centring : of `reward_loss`
+    margins  : the scores of a pair must differ by as much as its rewards
+    """
+    chosen, rejected = split(row_sum(out.values, mb.action_mask, mesh.cp_group))
+    margin = torch.sub(*split(mb.rewards)) if margins else 0.0
+    loss = reward_loss(chosen, rejected, margin, centring).sum() / total / mesh.cp  # ranks of cp have the whole sums
+    return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
 
 
 def with_reference(reference: Transformer | None, rollout: Rollout, microbatch_size: int, mesh: Mesh) -> Rollout:

@@ -3,7 +3,6 @@
     class Config(PPOOptions, ...)                   train_ppo.py; fill_in(config) while it is made
     critic_loss(out, mb, config, total)             loss_fn of `forward_backward`, with `out.values` of the critic
     policy_loss(out, mb, config, kl_coef, ...)      and with `out.logprobs` of the policy
-    pair_loss(out, mb, total, mesh)                 and with `out.values` of a reward model that learns, too
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from minirl.losses import (
     value_loss,
     value_stats,
 )
-from minirl.pairs import split
-from minirl.parallel.mesh import Mesh
-from minirl.reward_model import reward_loss, reward_stats
 from minirl.rollout import Rollout
 
 # An option that is not given is that of its row. VAPO, arXiv:2504.05118: a critic that is trained first, on what was
@@ -40,9 +36,6 @@ ROWS = {
     "vapo": dict(prompts_per_step=128, group_size=8, value_pretraining=10, lam_alpha=5.0, value_lam=1.0, eps_high=0.28,
                  positive_nll=0.1),
 }
-
-
-CENTRING = 0.01  # of pair_loss: the mean score stays near 0, also while the reward model learns on
 
 
 @dataclass(frozen=True)
@@ -144,13 +137,3 @@ def policy_loss(out: Output, mb: Rollout, config: PPOOptions, kl_coef: float, to
         value, value_sums = critic_loss(out, mb, config, total)
         loss, stats = loss + config.value_coef * value, stats | value_sums
     return loss, stats
-
-
-def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
-    """This microbatch's share of a reward model's loss over `total` pairs, and what to log.
-
-    mb : `score_inputs` of rows in pairs, the better answer first
-    """
-    chosen, rejected = split(row_sum(out.values, mb.action_mask, mesh.cp_group))
-    loss = reward_loss(chosen, rejected, centring=CENTRING).sum() / total / mesh.cp  # ranks of cp have the whole sums
-    return loss, reward_stats(chosen, rejected)
