@@ -125,8 +125,8 @@ def test_flags_named_in_the_docs_exist():
     known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
              for options in vars(module).values() if dataclasses.is_dataclass(options)
              for field in dataclasses.fields(options)}
-    for module in commands:  # those that have several inputs use argparse themselves
-        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(module.__file__).read_text()))
+    for file in (*(module.__file__ for module in commands), *(REPO / "benchmarks").glob("*.py")):
+        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(file).read_text()))  # by argparse
     others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",
               "--master_addr", "--master_port", "--message"}  # of plot, torchrun and chat
     for page in (REPO / "docs").glob("*.md"):
