@@ -31,6 +31,8 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Resources(NamedTuple):
+    """A row of the table."""
+
     kernel: str
     dtype: str
     target: str
@@ -68,6 +70,7 @@ def signature(fn: triton.JITFunction, dtype: str) -> tuple[dict[str, str], dict,
 
 
 def compile_one(fn: triton.JITFunction, dtype: str, target: str) -> Resources:
+    """Of a head without bias and soft cap, with entropy."""
     tiles = tiles_of(DTYPES[dtype], TARGETS[target].backend)
     if fn in (kl_kernel, kl_slope_kernel):
         tiles = halved(tiles)

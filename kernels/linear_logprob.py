@@ -129,6 +129,7 @@ def triton_installed() -> bool:
 
 
 def check_temperature(temperature: float) -> None:
+    """ValueError: not above 0."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0: greedy decoding has no distribution")
 
@@ -149,6 +150,7 @@ def check_shapes(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, tar
 
 
 def check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """ValueError: not (..., D), (V, D) and (V,)."""
     if weight is not None and weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -52,6 +52,8 @@ LOWEST = -3.4028234663852886e38  # of float32; -inf - -inf would be NaN
 
 
 class Tiles(NamedTuple):
+    """Tokens, words and numbers of D of a tile, and how it is worked on."""
+
     block_n: int
     block_v: int
     block_d: int
