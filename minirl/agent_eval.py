@@ -59,6 +59,7 @@ class Play:
         self.turns = 0
 
     def step(self, action: list[int]) -> list[int]:
+        """Read an action, answer its calls; the tokens that are forced next, none when the row is over."""
         self.turns += 1
         text = action_text(action, self.tokenizer)
         try:
@@ -78,6 +79,7 @@ class Play:
         return reply(said, self.tokenizer, self.template)
 
     def answer(self, call: dict[str, Any]) -> str:
+        """What a tool gives back for a call, as recorded; of a wrong call the error that the model reads."""
         problems = find_problems([{"role": "user", "content": ""}, {
             "role": "assistant", "content": None, "tool_calls": [{"function": call}]}], self.tools)
         if problems:
@@ -97,6 +99,7 @@ class Play:
         return Attempt(**vars(made) | {"correct": self.solved(made)})
 
     def solved(self, made: Attempt) -> bool:
+        """Did the attempt do what the row asks? By BFCL's check where answers are listed, else by the last words."""
         if self.possible is not None:
             return ast_error(made.calls, [tool["function"] for tool in self.tools], self.possible) is None
         said, gold = str(self.messages[-1].get("content") or ""), str(self.reference[-1].get("content") or "")
@@ -156,6 +159,7 @@ def tasks_of(path: str, count: int, tokenizer: Tokenizer, template: str, room: i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: every model on every row, the reports side by side."""
     parser = argparse.ArgumentParser(prog="python -m minirl.agent_eval", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="models, of one SFT run oldest first")

@@ -44,6 +44,7 @@ def measure(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: every folder on the same held-out problems, in one table."""
     parser = argparse.ArgumentParser(prog="python -m minirl.compare", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="models, or runs (their newest checkpoint)")

@@ -166,6 +166,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    """Print the table: every recipe's expected update beside the true gradient."""
     world = make_world(config.seed)
     orders = len(ANSWERS) ** config.group_size
     success = float(world.logprobs(world.theta).sum(1).exp() @ world.rewards)

@@ -197,6 +197,7 @@ class ScoredEpisode:
         return self.episode.prompt
 
     def step(self, action: str) -> Step:
+        """Pass the action on; at the end pay by the mixture instead of the task."""
         step = self.episode.step(action)._replace(action=action)
         self.steps.append(step)
         if not step.done:

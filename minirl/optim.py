@@ -140,6 +140,7 @@ class ShardedAdamW(AdamW):
         return {part: p.piece.of(tensor) for part, p in self.flats[name].named.items()}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """As AdamW's; UserError when it is the state of another rank, or of another number of ranks."""
         own = [self.layout.rank, self.layout.ranks]
         if "ranks" not in state or state["ranks"].tolist() != own:
             whose = "the whole model" if "ranks" not in state else "rank {} of {}".format(*state["ranks"].tolist())

@@ -640,6 +640,7 @@ def duration(count: float) -> str:
 
 
 def main(config: Config) -> None:
+    """Print the plan: memory, bytes, idle time, and what would fit if this does not."""
     shape, layout = open_shape(config.model), config.layout
     if config.gpus:
         layout, _ = recommend(shape, layout, config.gpus, config.memory_gb)

@@ -121,6 +121,7 @@ class ByteTokenizer(Tokenizer):
         self._added = Added(AddedToken(name, token, special=True) for name, token in self.special.items())
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
+        """As `Tokenizer.encode`: text to ids; names of special tokens count only with `special`."""
         ids = []
         for part in self._added.split(text, special):
             ids += [part] if isinstance(part, int) else _whole(part).encode()
@@ -225,6 +226,7 @@ class SentencePieceTokenizer(_FileTokenizer):
                          files.bos(added.special, start), own_eos, spare=plain.unk_id())
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
+        """As `Tokenizer.encode`: text to ids; names of special tokens count only with `special`."""
         ids: list[int] = []
         for number, part in enumerate(self._added.split(text, special)):
             if isinstance(part, int):
@@ -304,6 +306,7 @@ class BPETokenizer(_FileTokenizer):
         return text if self._bpe.byte_level else text.replace(SPACE, " ")
 
     def encode(self, text: str, continued: bool = False, special: bool = False) -> list[int]:
+        """As `Tokenizer.encode`: text to ids; names of special tokens count only with `special`."""
         ids: list[int] = []
         for number, part in enumerate(self._added.split(_whole(text), special)):
             if isinstance(part, int):

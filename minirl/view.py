@@ -274,6 +274,7 @@ def summary_text(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: one page, or the same as text."""
     parser = argparse.ArgumentParser(prog="python -m minirl.view", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run with --save-rollouts")
@@ -296,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def gather(options: argparse.Namespace) -> tuple[list[Sample], list[dict[str, Any]]]:
+    """The samples of the runs that the options choose, and the metrics of their steps."""
     chosen = list(_choose(options.runs, options.steps))
     tokenizer = load_tokenizer(tokenizer_folder(options.tokenizer)) if options.tokenizer else None
     if options.samples < 1:

@@ -102,6 +102,7 @@ def bfcl_answers(path: str | Path, answers: str | Path | None = None) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: read, convert or refuse, change what was asked for, write, and print the counts."""
     parser = argparse.ArgumentParser(prog="python -m minirl.data.convert", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("format", choices=FORMATS)

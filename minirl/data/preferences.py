@@ -110,6 +110,7 @@ def common_prefix(chosen: str | list, rejected: str | list) -> int:
 
 
 def read_scores(row: dict[str, Any], place: str) -> tuple[float, float] | None:
+    """The scores of chosen and rejected in a row of data, or a margin as (margin, 0.0); None: there are none."""
     given = {name: row[name] for name in ("margin", "score_chosen", "score_rejected") if row.get(name) is not None}
     if strange := [name for name, value in given.items() if type(value) not in (int, float)]:
         raise UserError(f"{place}: {strange[0]} is {given[strange[0]]!r:.40}, not a number")

@@ -56,6 +56,7 @@ def problem(rng: Random, steps: int) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: write so many problems as GSM8K's rows."""
     parser = argparse.ArgumentParser(prog="python -m minirl.data.word_problems", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("out", type=Path, metavar="OUT.jsonl")

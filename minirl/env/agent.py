@@ -77,6 +77,7 @@ class ToolEpisode:
         return self.example.prompt
 
     def step(self, action: str) -> Step:
+        """Carry out the calls of an action; the last one, or one without calls, is judged."""
         self.turns += 1
         results, answer = self.act(action)
         info = {"tool_call": all(carried_out for _, carried_out in results) if results else None}
@@ -97,6 +98,7 @@ class ToolEpisode:
         return [self.call(tools.get(name), name, arguments) for name, arguments in calls], answer.strip()
 
     def call(self, tool: Tool | None, name: str, arguments: Any) -> tuple[str, bool]:
+        """Run one call: the text that the model reads, and whether it could be carried out."""
         began, carried_out = perf_counter(), False
         try:
             if tool is None:

@@ -141,6 +141,7 @@ class CalculatorEpisode:
     turns: int = 0
 
     def step(self, action: str) -> Step:
+        """Compute a call, or judge an answer."""
         self.turns += 1
         call = find_call(action)
         info = {"tool_call": computable(call or "") if OPEN in action or CLOSE in action else None}

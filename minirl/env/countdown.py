@@ -40,6 +40,7 @@ def attempt(problem: tuple[list[str], str], expression: str) -> str:
 
 
 def make(rng: Random, count: int) -> Example:
+    """Numbers and a target that some choice of signs between them reaches."""
     numbers = [str(rng.randint(1, 9)) for _ in range(count)]
     ways = [numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
             for signs in product("+-*", repeat=count - 1)]

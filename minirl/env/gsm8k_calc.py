@@ -67,6 +67,7 @@ class Episode:
         return self.example.prompt
 
     def step(self, action: str) -> Step:
+        """Compute the first call of an action, or judge the answer, part by part."""
         self.turns += 1
         info = {"tool_call": None}
         if OPEN in action or CLOSE in action:

@@ -21,6 +21,7 @@ SLIPS = 0.15  # of the questions are put to a stranger first
 
 
 def make(rng: Random, hops: int) -> Example:
+    """A small world of facts, and a question that takes `hops` of them one after the other."""
     people = rng.sample(PEOPLE, WORLD)
     facts = {(a, r): rng.choice([b for b in people if b != a]) for a in people for r in RELATIONS}
     start, path = people[0], [rng.choice(RELATIONS) for _ in range(hops)]

@@ -25,6 +25,7 @@ SLIPS = 0.1  # of the others begin with a mistyped word
 
 
 def expression(steps: list[tuple[str, int]], brackets: bool) -> str:
+    """The steps as Python: with brackets where a sum is multiplied, or as a careless reader would write them."""
     text = "x"
     for i, (word, number) in enumerate(steps):
         if brackets and word == "times" and i and steps[i - 1][0] != "times":
@@ -34,6 +35,7 @@ def expression(steps: list[tuple[str, int]], brackets: bool) -> str:
 
 
 def make(rng: Random, count: int, inputs: list[int]) -> Example:
+    """Steps in words, the right program, a novice's way to it, and (input, value) pairs as hidden tests."""
     steps = [("times" if rng.random() < (0.7 if i % 2 else 0.2) else rng.choice(("plus", "minus")), rng.randint(2, 9))
              for i in range(count)]
     naive, right = (f"def f(x): return {expression(steps, brackets)}" for brackets in (False, True))

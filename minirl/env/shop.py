@@ -27,6 +27,7 @@ SLIPS = 0.1  # of the look-ups are mistyped first
 
 
 def make(rng: Random, items: int) -> Example:
+    """A stocked shop, an order, and the calls of an expert who sometimes errs and recovers."""
     stock = {item: rng.randint(1, 9) for item in rng.sample(ITEMS, STOCKED)}
     order = {item: rng.randint(1, stock[item]) for item in rng.sample(sorted(stock), items)}
     if rng.random() < SHORT:

@@ -39,6 +39,7 @@ class WalkEpisode:
     left: int
 
     def step(self, action: str) -> Step:
+        """Move, and say where that led."""
         self.left -= 1
         action = action.removesuffix("\n")
         self.at = move(*self.at, action)
@@ -63,6 +64,7 @@ class Walk:
         self.max_new_tokens = 3 * self.turns  # a letter and a new line each, some to waste
 
     def make(self, rng: Random) -> Example:
+        """A start and a goal that lie `steps` apart."""
         start = goal = (0, 0)
         while abs(start[0] - goal[0]) + abs(start[1] - goal[1]) != self.steps:
             start, goal = ((rng.randrange(SIDE), rng.randrange(SIDE)) for _ in range(2))

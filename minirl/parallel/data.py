@@ -201,6 +201,7 @@ class Overlap:
 
     @torch.no_grad()
     def send(self, bucket: Bucket) -> None:
+        """Start the sum of a full bucket over the replicas; backward goes on meanwhile."""
         complete_gradients(bucket.parameters, self.mesh.tp_group)
         if self.mesh.data_group.size == 1:
             return

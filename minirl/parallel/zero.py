@@ -248,6 +248,7 @@ class Zero(Overlap):
             self.release(*self.units)
 
     def backward(self, tensor: Tensor, last: bool, grad: Tensor | None = None) -> None:
+        """As Overlap's; with step 2 or 3 every microbatch sends its gradients, for no rank has room to keep them."""
         if self.every:
             self.refill()
         super().backward(tensor, last or self.every, grad)
