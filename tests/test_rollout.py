@@ -202,7 +202,9 @@ def test_a_saved_rollout_comes_back_bit_equal(tmp_path):
     whole.save(tmp_path / "new" / "folder" / "rollout.safetensors")
     loaded = Rollout.load(tmp_path / "new" / "folder" / "rollout.safetensors")
     equal(loaded, whole)
-    assert loaded.texts == [] and loaded.turns == []
+    assert loaded.texts == []
+    assert [[step.reward for step in steps] for steps in loaded.turns] == [[step.reward for step in steps]
+                                                                           for steps in whole.turns]
     (tmp_path / "other").touch()
     assert (tmp_path / "new/folder/rollout.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     loaded.save(tmp_path / "again.safetensors")
