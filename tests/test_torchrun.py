@@ -161,7 +161,8 @@ def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_
             limit = SLACK + (TIMEOUT + GRACE) * (what == "a rank is stopped")
             assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
             assert any(agent.returncode for agent in job.agents)
-            assert re.search(r"rank \d has lost another rank.*--resume to go on", job.text) and said in job.text, what
+            # A rank says so itself, or on a busy machine its guard was sooner.
+            assert re.search("another rank.*--resume to go on", job.text) and said in job.text, what
     steps = len(losses()) + 3
     for folder, resume in ((run, True), (tmp_path / "alone", False)):  # in another layout, and one without any loss
         train_sft.main(train_sft.Config(run_dir=str(folder), steps=steps, resume=resume, **SFT))

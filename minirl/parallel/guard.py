@@ -9,6 +9,7 @@ knows, for all guards hold a line to that of the first rank:
               guard 2 ── rank 2                    each guard kills its rank, unless that ends by itself in time
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -21,25 +22,37 @@ GRACE = 5.0  # seconds in which a rank may still say why it ends
 MOST = 1000  # ranks: a process waits for no more lines; a larger job has no guards
 
 
-def watch(rank: int, lines: list[socket.socket], listener: socket.socket | None, token: bytes) -> None:
+def watch(rank: int, lines: list[socket.socket], listener: socket.socket | None, token: bytes, others: int) -> None:
     """Return when the rank, whose end of a pipe is our standard input, has gone; kill it if another was lost.
 
     lines    : to the first guard, or to all others
-    listener : of the first guard: others come in here, and say the token of the job
+    listener : of the first guard: the `others` come in here, and say the token of the job
     """
     lost = 0.0  # when another rank was lost
+
+    def let_in() -> None:
+        nonlocal others
+        line = listener.accept()[0]
+        line.settimeout(GRACE)
+        if said(line, len(token)) == token:
+            lines.append(line)
+            others -= 1
+
     while True:
         ready = select.select([0, *lines, *([listener] if listener else [])], [], [], 1.0)[0]
         if 0 in ready or os.getppid() != rank:
-            if 0 in ready and os.read(0, 1) == GOODBYE:
+            # Ask again: a rank that ended just after `select` gave up has left its goodbye in the pipe.
+            if select.select([0], [], [], 0)[0] and os.read(0, 1) == GOODBYE:
+                if listener:  # a job may be over before all have come, and they too must hear the goodbye
+                    listener.settimeout(GRACE)
+                    with contextlib.suppress(TimeoutError):
+                        while others > 0:
+                            let_in()
                 for line in lines:
                     line.send(GOODBYE)
             return  # which closes the lines
         if listener in ready:
-            line = listener.accept()[0]
-            line.settimeout(GRACE)
-            if said(line, len(token)) == token:
-                lines.append(line)
+            let_in()
         for line in [line for line in lines if line in ready]:
             lines.remove(line)
             if said(line, 1) != GOODBYE:
@@ -48,7 +61,8 @@ def watch(rank: int, lines: list[socket.socket], listener: socket.socket | None,
             while lines:
                 lines.pop().close()
         if lost and time.monotonic() - lost > GRACE:
-            print(f"process {rank} did not end after another rank was lost, and is killed", file=sys.stderr, flush=True)
+            print(f"process {rank} did not end after another rank was lost, and is killed; start the job again with "
+                  "--resume to go on", file=sys.stderr, flush=True)
             os.kill(rank, signal.SIGKILL)
             return
 
@@ -61,15 +75,15 @@ def said(line: socket.socket, count: int) -> bytes:
         return b""
 
 
-def main(host: str, port: str, token: str, descriptor: str) -> None:
-    """descriptor : number of the first guard's listening socket; empty for the others, who call host:port."""
+def main(host: str, port: str, token: str, others: str, descriptor: str) -> None:
+    """descriptor : number of the first guard's listening socket; empty for the `others`, who call host:port."""
     rank = os.getppid()
     if descriptor:
-        watch(rank, [], socket.socket(fileno=int(descriptor)), token.encode())
+        watch(rank, [], socket.socket(fileno=int(descriptor)), token.encode(), int(others))
         return
     with socket.create_connection((host, int(port)), timeout=60) as line:
         line.sendall(token.encode())
-        watch(rank, [line], None, token.encode())
+        watch(rank, [line], None, token.encode(), 0)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def start_guard(rank: int) -> None:
     dist.broadcast_object_list(found)
     port, token = found[0]
     command = [sys.executable, "-I", "-S", guard.__file__, os.environ["MASTER_ADDR"], str(port), token,
-               str(listener.fileno()) if listener else ""]
+               str(dist.get_world_size() - 1), str(listener.fileno()) if listener else ""]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True,
                                pass_fds=[listener.fileno()] if listener else [])
     if listener:
