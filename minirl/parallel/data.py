@@ -246,7 +246,6 @@ def own_dropout(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-
 def in_step(microbatches: list[Rollout], loss_fn: LossFn, mesh: Mesh) -> tuple[list[Rollout], LossFn]:
     """As many microbatches as the replica with the most has: the ranks meet in every one of them (`zero.py`).
 

@@ -31,6 +31,7 @@ def watch(rank: int, lines: list[socket.socket], listener: socket.socket | None,
     lost = 0.0  # when another rank was lost
 
     def let_in() -> None:
+        """Take the next of the others, if it says the token."""
         nonlocal others
         line = listener.accept()[0]
         line.settimeout(GRACE)
