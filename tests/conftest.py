@@ -1,6 +1,9 @@
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tensors of tests are small: a second thread waits longer for the first than it helps
 
 
 @pytest.fixture(scope="session")

@@ -48,14 +48,6 @@ PPO = TINY | dict(steps=4, prompts_per_step=32, minibatches=2, lr=3e-3, critic_l
 T, F = True, False
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def signals_return():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -44,15 +44,6 @@ GRPO = TINY | dict(steps=25, prompts_per_step=32, group_size=8, minibatches=1, l
                    save_every=8, eval_every=15)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads only slow a tiny model down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def signals_return():
     """A trainer that leaves with an error has not given the signals back."""
