@@ -190,7 +190,7 @@ def test_replace_and_all_cuts_leave_the_original_alone():
         whole.rewards = torch.zeros(6)
 
 
-def equal(a, b):
+def assert_equal(a, b):
     assert a.tensors().keys() == b.tensors().keys()
     for name, value in a.tensors().items():
         other = getattr(b, name)
@@ -201,7 +201,7 @@ def test_a_saved_rollout_comes_back_bit_equal(tmp_path):
     whole = example()
     whole.save(tmp_path / "new" / "folder" / "rollout.safetensors")
     loaded = Rollout.load(tmp_path / "new" / "folder" / "rollout.safetensors")
-    equal(loaded, whole)
+    assert_equal(loaded, whole)
     assert loaded.texts == []
     assert [[step.reward for step in steps] for steps in loaded.turns] == [[step.reward for step in steps]
                                                                            for steps in whole.turns]
@@ -214,7 +214,7 @@ def test_a_saved_rollout_comes_back_bit_equal(tmp_path):
 def test_what_is_not_there_is_not_saved(tmp_path):
     whole = example().replace(advantages=None, ref_logprobs=None, rewards=None, prompt_tokens=None)
     whole.save(tmp_path / "rollout.safetensors")
-    equal(Rollout.load(tmp_path / "rollout.safetensors"), whole)
+    assert_equal(Rollout.load(tmp_path / "rollout.safetensors"), whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 12])
@@ -227,7 +227,7 @@ def test_the_files_of_several_ranks_are_one_rollout_in_the_order_of_the_samples(
     for rank in range(ranks):  # rank_10 sorts before rank_2 by name; rows need not be in order in a file either
         index = torch.arange(rank * size, (rank + 1) * size).flip(0)
         whole.rows(index).save(tmp_path / f"rank_{rank}.safetensors")
-    equal(Rollout.load(tmp_path), whole.replace(texts=[], turns=[]))
+    assert_equal(Rollout.load(tmp_path), whole.replace(texts=[], turns=[]))
 
 
 @pytest.mark.parametrize("name", ["nothing.safetensors", "empty"])
@@ -241,4 +241,4 @@ def test_a_rollout_that_is_not_there_is_a_one_line_error(tmp_path, name):
 def test_a_view_of_a_tape_is_saved_whole(tmp_path):
     rollout = by_hand().rollout(0, 1)  # slices of wider buffers
     rollout.save(tmp_path / "rollout.safetensors")
-    equal(Rollout.load(tmp_path / "rollout.safetensors"), rollout)
+    assert_equal(Rollout.load(tmp_path / "rollout.safetensors"), rollout)

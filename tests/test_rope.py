@@ -15,49 +15,49 @@ YARN = RopeScaling("yarn", 4.0, 100)
 LONGROPE = RopeScaling("longrope", original_max_position_embeddings=8, short_factor=(1.0, 2.0), long_factor=(4.0, 5.0))
 
 
-def close(found, wanted):
+def assert_near(found, wanted):
     assert found.dtype == torch.float32 and found.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_plain():
-    close(frequencies(1e4, 8, 64), [1, 0.1, 0.01, 0.001])
-    close(frequencies(100.0, 4, 64), [1, 0.1])
+    assert_near(frequencies(1e4, 8, 64), [1, 0.1, 0.01, 0.001])
+    assert_near(frequencies(100.0, 4, 64), [1, 0.1])
 
 
 def test_linear():
-    close(frequencies(1e4, 8, 64, RopeScaling("linear", 4.0)), [0.25, 0.025, 0.0025, 0.00025])
+    assert_near(frequencies(1e4, 8, 64, RopeScaling("linear", 4.0)), [0.25, 0.025, 0.0025, 0.00025])
 
 
 def test_dynamic():
     # At 16 tokens of a context of 8, factor 2: 2 * 16 / 8 - 1 = 3, theta 100 * 3^(4 / 2) = 900, and 900^(-1/2) = 1/30.
     scaling = RopeScaling("dynamic", 2.0)
-    close(frequencies(100.0, 4, 8, scaling, length=16), [1, 1 / 30])
+    assert_near(frequencies(100.0, 4, 8, scaling, length=16), [1, 1 / 30])
     for length in (0, 1, 8):
-        close(frequencies(100.0, 4, 8, scaling, length), [1, 0.1])
+        assert_near(frequencies(100.0, 4, 8, scaling, length), [1, 0.1])
     assert limit(8, scaling) == 8
 
 
 def test_llama3():
     # Turns in 100 tokens: 100 f / 2 pi = 15.9155, 1.59155, 0.159155, 0.0159155. The first is above 4, two are below 1;
     # the second keeps (1.59155 - 1) / (4 - 1) = 0.197183 of itself: 0.1 * (0.197183 + 0.802817 / 8) = 0.0297535.
-    close(frequencies(1e4, 8, 800, LLAMA3), [1, 0.0297535, 0.00125, 0.000125])
+    assert_near(frequencies(1e4, 8, 800, LLAMA3), [1, 0.0297535, 0.00125, 0.000125])
 
 
 def test_yarn():
     # Which pair turns 32 times in 100 tokens? 8 ln(100 / (2 pi 32)) / (2 ln 10^4) = -0.3033, so 0; once: 1.2018, so 2.
     # From pair 0 to pair 2 the share of the plain frequency falls from 1 to 0: 0.1 * (0.5 + 0.5 / 4) = 0.0625.
-    close(frequencies(1e4, 8, 400, YARN), [1, 0.0625, 0.0025, 0.00025])
+    assert_near(frequencies(1e4, 8, 400, YARN), [1, 0.0625, 0.0025, 0.00025])
     # Not rounded: pair 1 keeps 1 - 1 / 1.20182 = 0.167929: 0.1 * (0.167929 + 0.832071 / 4) = 0.0375947.
     not_rounded = RopeScaling("yarn", 4.0, 100, truncate=False)
-    close(frequencies(1e4, 8, 400, not_rounded), [1, 0.0375947, 0.0025, 0.00025])
+    assert_near(frequencies(1e4, 8, 400, not_rounded), [1, 0.0375947, 0.0025, 0.00025])
     # The factor is that of the lengths, if it is not given.
     by_lengths = RopeScaling("yarn", original_max_position_embeddings=100)
-    close(frequencies(1e4, 8, 400, by_lengths), [1, 0.0625, 0.0025, 0.00025])
+    assert_near(frequencies(1e4, 8, 400, by_lengths), [1, 0.0625, 0.0025, 0.00025])
 
 
 def test_longrope():
-    close(frequencies(100.0, 4, 32, LONGROPE, length=8), [1, 0.05])
-    close(frequencies(100.0, 4, 32, LONGROPE, length=9), [0.25, 0.02])
+    assert_near(frequencies(100.0, 4, 32, LONGROPE, length=8), [1, 0.05])
+    assert_near(frequencies(100.0, 4, 32, LONGROPE, length=9), [0.25, 0.02])
     assert limit(32, LONGROPE) == 8
 
 
