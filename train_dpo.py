@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 
+from minirl.adapters import is_adapter, open_policy, save_policy, tokenizer_folder
 from minirl.chat import turn_ends
 from minirl.checkpoint import (
     FREE_TO_CHANGE,
@@ -45,7 +46,7 @@ from minirl.env.loop import fit_to_context
 from minirl.evaluate import evaluate, sample_text
 from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.lora import adapters_off, is_adapter, open_policy, save_policy, tokenizer_folder
+from minirl.lora import adapters_off
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
@@ -139,7 +140,7 @@ class Config(LayoutOptions, AdapterOptions, RunOptions):
             resolve(self.loss, self.beta, self.label_smoothing, self.gamma)
         elif self.lora_rank or self.qlora or is_adapter(self.init):
             raise UserError("--loss reward trains all weights of a reward model: leave --lora-rank and --qlora out, "
-                            "and merge an adapter first (python -m minirl.lora)")
+                            "and merge an adapter first (python -m minirl.merge)")
         if self.pairs and self.task == "jsonl":
             raise UserError(f"--pairs {self.pairs} and --task jsonl: pairs come from one of the two")
 

@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from minirl.adapters import open_policy, save_policy, tokenizer_folder
 from minirl.checkpoint import (
     check_tokenizer,
     load_checkpoint,
@@ -38,7 +39,7 @@ from minirl.env.loop import fit_to_context
 from minirl.env.rounds import collect_step, disturb
 from minirl.evaluate import evaluate, rollout_metrics, sample_text, update_metrics
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
+from minirl.lora import adapters_off
 from minirl.losses import aggregate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.mixture import paid_by

@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 
+from minirl.adapters import open_policy, save_policy, tokenizer_folder
 from minirl.checkpoint import (
     check_tokenizer,
     load_checkpoint,
@@ -50,7 +51,7 @@ from minirl.gae import (
 )
 from minirl.kl_control import next_kl_coef
 from minirl.logprobs import rollout_logprobs
-from minirl.lora import adapters_off, open_policy, save_policy, tokenizer_folder
+from minirl.lora import adapters_off
 from minirl.losses import kl_estimate, loss_total, prompt_tokens, right_tokens, row_sum
 from minirl.metrics import MetricsLogger
 from minirl.optim import Learner, clip_gradients, learner, lr_at

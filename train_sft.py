@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from minirl.adapters import open_policy, save_policy, tokenizer_folder
 from minirl.chat import turn_ends
 from minirl.checkpoint import (
     FREE_TO_CHANGE,
@@ -37,7 +38,6 @@ from minirl.env import make_env
 from minirl.evaluate import evaluate, evaluate_loss, sample_text
 from minirl.jinja_templates import chat_template
 from minirl.logprobs import Output
-from minirl.lora import open_policy, save_policy, tokenizer_folder
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer

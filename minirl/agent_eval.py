@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minirl.adapters import open_policy, tokenizer_folder
 from minirl.agent_metrics import SIGNALS, Attempt, calls_of, matched, measure, side_by_side, signals
 from minirl.chat import ToolCallError, action_text, parse_tool_calls, render, reply, turn_ends
 from minirl.config import UserError, write_text
@@ -33,7 +34,6 @@ from minirl.env.calculator import CalculatorError, calculate
 from minirl.generate import generate
 from minirl.graduate import checklist, report
 from minirl.jinja_templates import template_for
-from minirl.lora import open_policy, tokenizer_folder
 from minirl.messages import to_json
 from minirl.model import Transformer
 from minirl.parallel import pick_dtype

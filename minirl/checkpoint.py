@@ -62,8 +62,8 @@ def save_model(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None
     with torch.device("meta"):
         wanted = dict(Transformer(config).named_parameters())
     if state.keys() != wanted.keys():
-        raise UserError(f"the model cannot be saved as its config says: without {_list(wanted.keys() - state.keys())}, "
-                        f"and beyond it {_list(state.keys() - wanted.keys())}")
+        missing, beyond = name_some(wanted.keys() - state.keys()), name_some(state.keys() - wanted.keys())
+        raise UserError(f"the model cannot be saved as its config says: without {missing}, and beyond it {beyond}")
     generation = generation_config(plain, tokenizer)
     ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
     prefix, constants = ARCHITECTURES[config.model_type].prefix, ARCHITECTURES[config.model_type].constants
     found = {}
     for path, promised in _weight_files(folder).items():
-        with _open(path) as file:
-            for name in _checked_names(file, path, promised, constants):
+        with open_tensors(path) as file:
+            for name in checked_names(file, path, promised, constants):
                 whole = name.startswith((prefix, "lm_head.", "score."))
                 full = name if whole else prefix + name  # saved without its head
                 if full in found:
@@ -108,11 +108,11 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
 
     state = {}
     for full, (path, name, _) in found.items():
-        with _open(path) as file:  # anew for each: what was read of a file stays in memory until it is closed
+        with open_tensors(path) as file:  # anew for each: what was read of a file stays in memory until it is closed
             for ours, tensor in layout[full].split(file.get_tensor(name)).items():
                 state[ours] = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
     if head is not None:
-        with _open(head[0]) as file:
+        with open_tensors(head[0]) as file:
             if not torch.equal(file.get_tensor(head[1]).to(device, dtype), state["embed_tokens.weight"]):
                 warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
                               "differs; it is ignored", stacklevel=2)
@@ -211,7 +211,7 @@ def save_checkpoint(run_dir: str | Path, step: int, model: nn.Module, tokenizer:
         with gathered(model):
             write(model, temporary, tokenizer, mesh=mesh)
         if name := training_file(layout, mesh):
-            _save_tensors(tensors, temporary / "training" / name)
+            save_tensors(tensors, temporary / "training" / name)
         barrier(mesh)  # every rank's file is there
         if not mesh.is_main:
             barrier(mesh)
@@ -322,7 +322,7 @@ def _save_weights(layout: dict[str, Stored], state: Mapping[str, Tensor], dtype:
             if writes:  # the others need it no more
                 tensors[name] = tensor.contiguous()  # here, one at a time: all at once would be a second copy
         if writes:
-            _save_tensors(tensors, folder / path)
+            save_tensors(tensors, folder / path)
     if len(shards) > 1 and writes:
         index = {"metadata": {"total_size": total},
                  "weight_map": {name: path for shard, path in zip(shards, names, strict=True) for name in shard}}
@@ -331,7 +331,7 @@ def _save_weights(layout: dict[str, Stored], state: Mapping[str, Tensor], dtype:
     return {*names}
 
 
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """safetensors refuses two names for one memory, and transposed views: those are copied first."""
     unique, spans = {}, []  # parts of one storage that do not overlap, as ZeRO gathers them, need no copy
     for name, tensor in tensors.items():
@@ -346,7 +346,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _open(path: Path) -> safe_open:
+def open_tensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
@@ -373,16 +373,16 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _checked_names(file: safe_open, path: Path, promised: set[str] | None, constants: tuple[str, ...]) -> Iterable[str]:
+def checked_names(file: safe_open, path: Path, promised: set[str] | None, constants: tuple[str, ...]) -> Iterable[str]:
     """The names of the weights in a file; a UserError if they are not those that the index promises."""
     names = set(file.keys())
     if promised is not None and names != promised:
-        raise UserError(f"{path} does not agree with the index: without {_list(promised - names)}, "
-                        f"and beyond it {_list(names - promised)}")
+        raise UserError(f"{path} does not agree with the index: without {name_some(promised - names)}, "
+                        f"and beyond it {name_some(names - promised)}")
     names = [name for name in names if not name.endswith(constants)]
     if strange := [f"{name} ({kind})" for name in names if (kind := file.get_slice(name).get_dtype()) not in FLOATS]:
         raise UserError(f"{path} holds weights that are no floats of 16 bits or more, which is not supported: "
-                        f"{_list(strange)}")
+                        f"{name_some(strange)}")
     return names
 
 
@@ -394,10 +394,10 @@ def _check_shapes(wanted: dict[str, tuple], found: dict[str, tuple], folder: Pat
                              for name in wanted.keys() & found.keys() if wanted[name] != found[name]]}
     if any(problems.values()):
         raise UserError(f"the tensors in {folder} do not fit its config.json: " +
-                        "; ".join(f"{what}: {_list(names)}" for what, names in problems.items() if names))
+                        "; ".join(f"{what}: {name_some(names)}" for what, names in problems.items() if names))
 
 
-def _list(names: Iterable[str], limit: int = 10) -> str:
+def name_some(names: Iterable[str], limit: int = 10) -> str:
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "none") + more

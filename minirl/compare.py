@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from minirl.adapters import open_policy, tokenizer_folder
 from minirl.agent_metrics import side_by_side
 from minirl.config import UserError
 from minirl.env import TASKS, make_env
@@ -22,7 +23,6 @@ from minirl.env.base import Env
 from minirl.env.loop import fit_to_context
 from minirl.evaluate import greedy, locate
 from minirl.graduate import format_rate, tool_format_rate
-from minirl.lora import open_policy, tokenizer_folder
 from minirl.model import Transformer
 from minirl.parallel import pick_dtype
 from minirl.parallel.mesh import pick_device

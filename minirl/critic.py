@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from minirl.adapters import is_adapter, open_policy, save_policy
 from minirl.checkpoint import check_tokenizer, load_model, save_model
 from minirl.config import UserError, usual_mode
 from minirl.logprobs import rollout_values
-from minirl.lora import is_adapter, open_policy, save_policy
 from minirl.losses import row_sum
 from minirl.model import Transformer
 from minirl.options import prepare

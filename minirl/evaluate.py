@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from minirl.adapters import open_policy, tokenizer_folder
 from minirl.advantages import constant_groups
 from minirl.chat import turn_ends
 from minirl.checkpoint import latest_checkpoint
@@ -25,7 +26,6 @@ from minirl.env.loop import collect
 from minirl.generate import generate
 from minirl.graduate import checklist, is_ready, loss_measures, report, sample_measures
 from minirl.logprobs import rollout_logprobs
-from minirl.lora import open_policy, tokenizer_folder
 from minirl.metrics import read_metrics
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum, close_mesh, init_mesh, pick_dtype

@@ -13,8 +13,10 @@ from typing import Literal
 import torch
 
 from kernels.linear_logprob import Impl, pick
+from minirl.adapters import is_adapter, open_policy
 from minirl.config import UserError, check_not_negative, check_positive
-from minirl.lora import add_lora, is_adapter, open_policy, read_targets
+from minirl.lora import add_lora
+from minirl.lora_config import read_targets
 from minirl.model import Transformer
 from minirl.parallel.layout import parallelize
 from minirl.parallel.mesh import Mesh, init_mesh

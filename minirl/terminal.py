@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from minirl.adapters import load_adapter, open_policy, tokenizer_folder
 from minirl.chat import render, reply, template_of, turn_ends
 from minirl.config import UserError, check_positive, run
 from minirl.env.loop import prompt_tokens
 from minirl.generate import check_options, sample, uniform
-from minirl.lora import load_adapter, open_policy, tokenizer_folder
 from minirl.model import KVCache, Transformer
 from minirl.parallel import pick_dtype
 from minirl.parallel.mesh import pick_device

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from minirl.adapters import tokenizer_folder
 from minirl.advantages import group_advantages
 from minirl.checkpoint import latest_checkpoint
 from minirl.config import UserError, read_json, write_text
-from minirl.lora import tokenizer_folder
 from minirl.metrics import read_metrics
 from minirl.rollout import Rollout
 from minirl.tokenizer import StreamDecoder, Tokenizer, load_tokenizer

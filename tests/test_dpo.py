@@ -14,17 +14,18 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_trainers import assert_refused, numbers, one_thread, signals_return, steps_in  # noqa: F401  (fixtures)
+from test_trainers import assert_refused, numbers, signals_return, steps_in  # noqa: F401  (fixtures)
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 import train_dpo
 import train_sft
 from minirl import losses
+from minirl.adapters import open_policy
 from minirl.checkpoint import load_model
 from minirl.config import UserError
 from minirl.logprobs import rollout_logprobs
-from minirl.lora import adapters, adapters_off, add_lora, open_policy
+from minirl.lora import adapters, adapters_off, add_lora
 from minirl.losses import sequence_logprobs, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer

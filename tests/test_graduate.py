@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_trainers import one_thread, signals_return  # noqa: F401  (fixtures)
+from test_trainers import signals_return  # noqa: F401  (fixtures)
 
 import minirl.evaluate
 import train_sft
+from minirl.adapters import open_policy
 from minirl.checkpoint import save_model
 from minirl.config import UserError
 from minirl.data.dataset import collate, read_rows
@@ -40,7 +41,6 @@ from minirl.graduate import (
     unique_ratio,
 )
 from minirl.logprobs import token_logprobs
-from minirl.lora import open_policy
 from minirl.model import ModelConfig, Transformer
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer

@@ -15,29 +15,23 @@ from test_checkpoint import SHAPES, TINY, TOKENS, edit_json, logits, tiny
 from torch import nn
 
 from minirl import checkpoint
+from minirl.adapters import export_merged, load_adapted, load_adapter, save_adapter, tokenizer_folder
 from minirl.checkpoint import load_model, restore_rng, rng_tensors, save_checkpoint, save_model
 from minirl.config import UserError
 from minirl.generate import generate
 from minirl.logprobs import token_logprobs
 from minirl.lora import (
-    LoRAConfig,
     LoRALinear,
-    MergeConfig,
     TrainedCopy,
     adapters,
     adapters_off,
     add_lora,
-    export_merged,
-    load_adapted,
-    load_adapter,
-    main,
     merge_lora,
-    read_targets,
-    save_adapter,
-    tokenizer_folder,
     trainable_parameters,
     unmerge_lora,
 )
+from minirl.lora_config import LoRAConfig, read_targets
+from minirl.merge import MergeConfig, main
 from minirl.nf4 import NF4Linear, quantize_base
 from minirl.optim import AdamW
 from minirl.parallel import init_mesh

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from test_checkpoint import TINY, logits, tiny
 from torch import nn
 
-from minirl import lora
+from minirl import adapters
 from minirl.checkpoint import load_model, save_model
 from minirl.config import UserError
 from minirl.logprobs import token_logprobs
@@ -197,9 +197,9 @@ def test_the_base_is_quantised_but_not_head_embedding_and_norms():
 def test_a_base_goes_to_its_device_layer_by_layer_and_never_whole(tmp_path, monkeypatch):
     save_model(tiny(), tmp_path)
     calls = []
-    monkeypatch.setattr(lora, "load_model", lambda *args: calls.append(args) or load_model(*args))
-    monkeypatch.setattr(lora, "quantize_base", lambda *args: calls.append(args[1:]) or quantize_base(*args))
-    model = lora.open_policy(tmp_path, torch.float32, "cpu:0", quantize=True)
+    monkeypatch.setattr(adapters, "load_model", lambda *args: calls.append(args) or load_model(*args))
+    monkeypatch.setattr(adapters, "quantize_base", lambda *args: calls.append(args[1:]) or quantize_base(*args))
+    model = adapters.open_policy(tmp_path, torch.float32, "cpu:0", quantize=True)
     assert calls == [(tmp_path, torch.float32), ("cpu:0",)], "opened on the CPU, and quantised over there"
     assert torch.equal(logits(model), logits(quantize_base(tiny())))
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_trainers import numbers, one_thread, signals_return, steps_in  # noqa: F401  (fixtures)
+from test_trainers import numbers, signals_return, steps_in  # noqa: F401  (fixtures)
 
 import train_grpo
 import train_sft
+from minirl.adapters import open_policy
 from minirl.chat import template_of
 from minirl.checkpoint import load_checkpoint, load_model, save_model
 from minirl.config import UserError
-from minirl.lora import MergeConfig, adapters, open_policy
-from minirl.lora import main as merge
+from minirl.lora import adapters
+from minirl.merge import MergeConfig
+from minirl.merge import main as merge
 from minirl.metrics import read_metrics
 from minirl.model import Transformer
 from minirl.tokenizer import load_tokenizer

@@ -20,8 +20,9 @@ from minirl.checkpoint import load_model
 from minirl.config import UserError
 from minirl.generate import generate, sample
 from minirl.logprobs import token_logprobs
-from minirl.lora import adapters_off, add_lora, merge_lora, quantize_base
+from minirl.lora import adapters_off, add_lora, merge_lora
 from minirl.model import ModelConfig, Transformer
+from minirl.nf4 import quantize_base
 from minirl.optim import AdamW
 from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.collectives import all_gather

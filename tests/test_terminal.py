@@ -10,12 +10,13 @@ import torch
 from stubs import Chain, random_policy
 from talk import chat_tokenizer, user
 
+from minirl.adapters import save_adapter
 from minirl.chat import render, reply
 from minirl.checkpoint import save_model
 from minirl.config import UserError
 from minirl.generate import generate
 from minirl.jinja_templates import save_chat_template
-from minirl.lora import add_lora, save_adapter, trainable_parameters
+from minirl.lora import add_lora, trainable_parameters
 from minirl.terminal import Config, Conversation, Row, lines, main
 from minirl.tokenizer import ByteTokenizer
 

@@ -12,7 +12,7 @@ from minirl.checkpoint import load_model, save_model
 from minirl.generate import generate
 from minirl.model import KVCache
 from minirl.tokenizer import ByteTokenizer
-from tests.test_model import close
+from tests.test_model import assert_near
 
 transformers = pytest.importorskip("transformers")
 
@@ -200,10 +200,10 @@ def test_cached_and_uncached_agree_in_float64(folders, case):
     cache = KVCache(model, 2, length)
     parts = [model(tokens[:, at], torch.arange(length)[at].expand(2, -1), cache=cache)
              for at in (slice(0, 11), slice(11, 25), *(slice(i, i + 1) for i in range(25, length)))]
-    close(torch.cat(parts, 1), wanted, tolerance=1e-10)
+    assert_near(torch.cat(parts, 1), wanted, tolerance=1e-10)
     positions = torch.tensor([[3], [20]])  # rows of different lengths
     new = model(TOKENS.gather(1, positions), positions, cache=cache)
-    close(new[:, 0], torch.stack((wanted[0, 3], wanted[1, 20])), tolerance=1e-10)
+    assert_near(new[:, 0], torch.stack((wanted[0, 3], wanted[1, 20])), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
