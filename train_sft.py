@@ -21,35 +21,26 @@ from typing import Literal
 
 import torch
 
-from minirl.adapters import open_policy, save_policy, tokenizer_folder
-from minirl.chat import turn_ends
-from minirl.checkpoint import (
-    FREE_TO_CHANGE,
-    check_tokenizer,
-    load_checkpoint,
-    open_run,
-    restore_rng,
-    rng_tensors,
-    save_checkpoint,
-)
+from minirl.chat import speak
+from minirl.checkpoint import FREE_TO_CHANGE, open_run
 from minirl.config import UserError, check_not_negative, check_positive, run, save_config
 from minirl.data.dataset import Demonstrations, read_rows
 from minirl.env import make_env
-from minirl.evaluate import evaluate, evaluate_loss, sample_text
-from minirl.jinja_templates import chat_template
+from minirl.evaluate import evaluate, evaluate_loss, show_sample
+from minirl.learner import Learner
 from minirl.logprobs import Output
 from minirl.losses import aggregate, loss_total, sft_loss
 from minirl.metrics import MetricsLogger
 from minirl.model import ModelConfig, Transformer
-from minirl.optim import SkipCounter, adamw, clip_gradients, lr_at
-from minirl.options import AdapterOptions, LayoutOptions, RunOptions, check_shared, make_mesh, prepare
-from minirl.parallel import StopSignal, close_mesh, forward_backward, pick_dtype
+from minirl.optim import lr_at
+from minirl.options import LayoutOptions, TrainerOptions, check_shared, make_mesh
+from minirl.parallel import StopSignal, close_mesh, pick_dtype
 from minirl.rollout import Rollout
-from minirl.tokenizer import ByteTokenizer, load_tokenizer
+from minirl.start import open_start, open_tokenizer, prepare
 
 
 @dataclass(frozen=True)
-class Config(LayoutOptions, AdapterOptions, RunOptions):
+class Config(TrainerOptions):
     # run
     run_dir: str = "runs/sft"  # folder of config.json, metrics.jsonl and the checkpoints
     save_every: int = 100  # steps between checkpoints
@@ -111,31 +102,28 @@ def main(config: Config) -> Path | None:
     mesh = make_mesh(config)
     dtype = pick_dtype(config.dtype, mesh.device)
     share = mesh.share(config.batch_size, "rows of --batch-size")
+
+    # ---- task
     start_folder = open_run(config, mesh, FREE_TO_CHANGE | {"epochs"})
     init = start_folder or config.init
-
-    # ---- data
-    tokenizer = load_tokenizer(tokenizer_folder(init)) if init else ByteTokenizer()
+    tokenizer = open_tokenizer(init)
     if config.task == "jsonl":
         data = read_rows(config.data, config.eval_data, tokenizer, config.template, config.seed, config.batch_size,
                          config.train_rows)
-        if data.template:
-            tokenizer.chat_template = chat_template(data.template)  # written beside the model, for whoever talks to it,
-            tokenizer.add_stops(turn_ends(tokenizer, data.template))  # with the end of a turn, where its answers stop
+        speak(tokenizer, data.template)
     else:
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
         data = Demonstrations(env, tokenizer, config.train_rows, config.seed)
 
-    # ---- model
+    # ---- policy
     if init:
-        policy = open_policy(init, dtype, mesh.device, config.qlora)
+        policy = open_start(init, tokenizer, dtype, config, mesh)
     else:
         shape = ModelConfig(tokenizer.vocab_size, config.hidden_size, 8 * config.hidden_size // 3, config.layers,
                             config.heads, config.kv_heads, max_position_embeddings=config.context or 2 * data.longest(),
                             rope_theta=100.0)  # rows are short: even the slow pairs should turn
         policy = Transformer(shape).init_weights(torch.Generator().manual_seed(config.seed))
         policy = policy.to(mesh.device, dtype)
-    check_tokenizer(tokenizer, policy.config.vocab_size)
     policy = prepare(policy, config, mesh, None if start_folder else init)
     context = min(config.context or policy.config.context, policy.config.context)
     everything = data.size("train")
@@ -146,8 +134,7 @@ def main(config: Config) -> Path | None:
         data = data.packed(context)
 
     # ---- optimizer
-    optimizer = adamw(policy, config.lr, weight_decay=config.weight_decay)
-    guard = SkipCounter()
+    learner = Learner(policy, mesh, config.lr, config.max_grad_norm, weight_decay=config.weight_decay)
     if config.epochs and not data.size("train"):
         raise UserError(f"--epochs {config.epochs:g}: task {config.task} makes problems without end; give --steps, or "
                         "--train-rows")
@@ -158,18 +145,13 @@ def main(config: Config) -> Path | None:
         print(f"hint: --warmup-steps {config.warmup_steps}, but there are {steps} updates: --lr is never reached")
 
     # ---- resume
-    start, end = 0, steps
     best = {"loss": inf, "step": 0, "stale": 0}  # the lowest eval/loss, its step, and how many evaluations ago
-    torch.manual_seed(config.seed)
-    if start_folder:
-        tensors, state = load_checkpoint(start_folder, policy, mesh)
-        optimizer.load_state_tensors(restore_rng(tensors))
-        start, best = state["step"], state["best"]
-        guard = SkipCounter(state["skipped"], state["skipped_in_a_row"])
-        if not (Path(config.run_dir) / f"step_{best['step']}").is_dir():  # somebody made room
-            best |= {"loss": inf, "step": 0}
-        if state["solved"] or 0 < config.patience <= best["stale"]:
-            end = start
+    state = {"best": best, "solved": False} | learner.resume(start_folder, config.seed)
+    start, end, best = state["step"], steps, state["best"]
+    if start and not (Path(config.run_dir) / f"step_{best['step']}").is_dir():  # somebody made room
+        best |= {"loss": inf, "step": 0}
+    if state["solved"] or 0 < config.patience <= best["stale"]:
+        end = start
     if mesh.is_main:
         save_config(config, config.run_dir)
     columns = ["loss", "grad_norm", "lr", "tokens", "eval/loss", "eval/accuracy"]
@@ -184,28 +166,23 @@ def main(config: Config) -> Path | None:
         # (1) the next rows, and what the expert says in them
         batch = data.batch((step - 1) * config.batch_size + share.start, len(share)).to(mesh.device)
 
-        # (2) gradients
+        # (2) the gradient of the loss, clipped, and a step of AdamW
         total = loss_total("token", batch.action_mask, mesh)
 
         def loss_fn(out: Output, mb: Rollout, total=total):
             loss = aggregate(sft_loss(out.logprobs), mb.action_mask, "token", total)
             return loss, {"tokens": mb.action_mask.sum()}
 
-        stats = forward_backward(policy, batch.microbatches(config.microbatch_size), loss_fn, mesh, by_token=True)
-
-        # (3) update
         lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)
-        grad_norm = clip_gradients(policy.parameters(), config.max_grad_norm, mesh)
-        guard.step(optimizer, grad_norm, lr, stats["loss"])
-        optimizer.zero_grad()
+        stats = learner.update(loss_fn, batch.microbatches(config.microbatch_size), lr, by_token=True)
 
-        # (4) evaluate, log, save
+        # (3) evaluate, log, save
         metrics = {
             "loss": stats["loss"],
             "tokens": int(stats["tokens"]),
-            "grad_norm": grad_norm,
+            "grad_norm": stats["grad_norm"],
             "lr": lr,
-            "skipped_steps": guard.skipped,
+            "skipped_steps": learner.guard.skipped,
             "time/tokens_per_second": stats["tokens"] / (perf_counter() - began),
         }
         last, solved, improved = step, False, False
@@ -223,11 +200,7 @@ def main(config: Config) -> Path | None:
         over = stopping or solved or 0 < config.patience <= best["stale"] or step == end
         logger.log(step, metrics)
         if over or improved or step % config.save_every == 0:
-            tensors = optimizer.state_tensors() | rng_tensors()
-            state = {"step": step, "solved": solved, "best": best, "skipped": guard.skipped,
-                     "skipped_in_a_row": guard.in_a_row}
-            save_checkpoint(config.run_dir, step, policy, tokenizer, tensors, state, config.keep, best["step"],
-                            save_policy, mesh)
+            learner.save(config.run_dir, step, tokenizer, config.keep, best["step"], solved=solved, best=best)
         if over:
             break
 
@@ -237,9 +210,7 @@ def main(config: Config) -> Path | None:
     if mesh.is_main and best["step"]:
         print(f"best: {config.run_dir}/step_{best['step']}, eval/loss {best['loss']:.4f}")
     if data.env:
-        text = sample_text(policy, tokenizer, data.env, config.max_new_tokens)
-        if mesh.is_main:
-            print("a held-out problem:", text)
+        show_sample("a held-out problem:", policy, tokenizer, data.env, mesh, config.max_new_tokens)
     return Path(config.run_dir) / f"step_{best['step'] or last}"
 
 

@@ -13,19 +13,15 @@ Everything is train_sft.py and train_grpo.py. The runs stay in --run-dir; a comm
 
 import argparse
 import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+from experiment import into_docs, train  # which finds the trainers
 
-import train_grpo  # noqa: E402
-import train_sft  # noqa: E402
-from minirl.config import write_text  # noqa: E402
-from minirl.metrics import read_metrics  # noqa: E402
+import train_grpo
+import train_sft
+from minirl.config import write_text
+from minirl.metrics import read_metrics
 
 CREDITS = {
     "trajectory": {},
@@ -35,37 +31,23 @@ CREDITS = {
     "grow": {},
 }
 STEPS, EVERY = 40, 5
-SFT = dict(task="walk", steps=500, until_accuracy=0.3, eval_every=10, eval_problems=100, eval_rows=0,
+SFT = dict(device="cpu", task="walk", steps=500, until_accuracy=0.3, eval_every=10, eval_problems=100, eval_rows=0,
            schedule="constant", save_every=50, keep=1)
-GRPO = dict(task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3, warmup_steps=0,
-            schedule="constant", advantage_scale="none", kl_coef=0.0, eval_every=0, eval_problems=200, save_every=10,
-            keep=1)
-BEGIN, END = "<!-- credit.py -->\n", "<!-- end -->\n"
-
-
-def train(trainer: ModuleType, folder: Path, **options) -> Path | None:
-    """A run of a trainer, with what it prints in a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
-        return trainer.main(trainer.Config(run_dir=str(folder), resume=True, device="cpu", **options))
+GRPO = dict(device="cpu", task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3,
+            warmup_steps=0, schedule="constant", advantage_scale="none", kl_coef=0.0, eval_every=0, eval_problems=200,
+            save_every=10, keep=1)
 
 
 def experiment(run: Path, seed: int, credit: str) -> list[dict[str, float]]:
     """The metrics of one credit from one start."""
     found = run / "start.json"
     if not found.is_file():
-        start = train(train_sft, run / "start", seed=seed, **SFT)
-        if start is None:
-            raise SystemExit(f"stopped in {run / 'start'}")
-        write_text(found, json.dumps(str(start)) + "\n")
+        write_text(found, json.dumps(str(train(train_sft, run / "start", seed=seed, **SFT))) + "\n")
     metrics = run / credit / "metrics.jsonl"
     if not metrics.is_file() or read_metrics(metrics)[-1]["step"] < STEPS:
         train(train_grpo, run / credit, seed=seed, init=json.loads(found.read_text()), credit=credit,
               **GRPO | CREDITS[credit])
-    rows = read_metrics(metrics)
-    if rows[-1]["step"] < STEPS:  # Ctrl-C ends a trainer in good order
-        raise SystemExit(f"stopped in {run / credit}")
-    return rows
+    return read_metrics(metrics)
 
 
 def curve(rows: list[dict[str, float]]) -> list[float]:
@@ -103,9 +85,7 @@ def main() -> None:
     text = table(found)
     print("\n" + text)
     if args.docs:
-        page = REPO / "docs/credit.md"
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        write_text(page, before + BEGIN + text + END + rest.split(END)[1])
+        into_docs("credit.md", "credit.py", text)
 
 
 if __name__ == "__main__":

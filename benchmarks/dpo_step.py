@@ -25,7 +25,7 @@ from time import perf_counter
 
 import torch
 import torch.nn.functional as F
-from sample import report, seconds, small_model
+from sample import report, small_model, turns
 
 from minirl.checkpoint import load_model, save_model
 from minirl.data.preferences import encode_pair, stack
@@ -135,26 +135,14 @@ def plain_step(folder: str, count: int, precomputed: bool) -> Step:
 def run(folder: str, precomputed: bool, rounds: int, spent: dict[str, list[float]]) -> dict[str, list[float]]:
     """TRL trains; whenever it has made a step, the others make one. Seconds of each, without the first two."""
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     count = WARM_UP + rounds
     steps = {"minirl": minirl_step(folder, count, precomputed, spent),
              "transformers": plain_step(folder, count, precomputed)}
     times, said = {name: [] for name in (*steps, "TRL")}, {name: [] for name in steps}
-
-    class TakeTurns(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs) -> None:
-            self.began = perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            taken = {"TRL": perf_counter() - self.began}
-            for name, step in steps.items():
-                taken[name] = seconds(lambda name=name, step=step: said[name].append(step()))
-            if state.global_step > WARM_UP:
-                for name, value in taken.items():
-                    times[name].append(value)
-            self.began = perf_counter()
+    noted = {name: lambda name=name, step=step: said[name].append(step()) for name, step in steps.items()}
 
     config = DPOConfig(
         output_dir=f"{folder}/trl", use_cpu=True, bf16=False, max_steps=count, per_device_train_batch_size=PAIRS,
@@ -164,7 +152,7 @@ def run(folder: str, precomputed: bool, rounds: int, spent: dict[str, list[float
     trainer = DPOTrainer(
         their_model(folder), their_model(folder), config,
         train_dataset=Dataset.from_list([row for number in range(count) for row in pairs(number)]),
-        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[TakeTurns()])
+        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[turns(times, noted, WARM_UP)])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
     first, rest = trainer.state.log_history[:2]

@@ -15,10 +15,9 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
-from sample import NEW, EndlessTokenizer, report, seconds, small_model
+from sample import NEW, EndlessTokenizer, report, small_model, turns
 
 from minirl.advantages import group_advantages
 from minirl.checkpoint import load_model, save_model
@@ -85,24 +84,11 @@ def run(folder: str, beta: float, rounds: int, step: Callable[[], None]) -> dict
     """TRL trains; whenever it has made a step, `step` makes one. Seconds of both, without the first two."""
     try:
         from datasets import Dataset
-        from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
         raise SystemExit(f"error: this benchmark compares with TRL ({error}): pip install trl") from None
-    times = {"minirl": [], "TRL": []}
-
-    class TakeTurns(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs) -> None:
-            self.began = perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            theirs = perf_counter() - self.began
-            ours = seconds(step)
-            if state.global_step > WARM_UP:
-                times["TRL"].append(theirs)
-                times["minirl"].append(ours)
-            self.began = perf_counter()
-
+    times = {}
     steps = WARM_UP + rounds
     config = GRPOConfig(
         output_dir=f"{folder}/trl", use_cpu=True, bf16=False, max_steps=steps,
@@ -114,7 +100,7 @@ def run(folder: str, beta: float, rounds: int, step: Callable[[], None]) -> dict
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
         lambda completions, **kwargs: [reward(text) for text in completions], config,
         Dataset.from_list([{"prompt": e.prompt} for e in LetterTask().sample(PROMPTS * steps)]),
-        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[TakeTurns()])
+        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[turns(times, {"minirl": step}, WARM_UP)])
     trainer.eos_token_ids, trainer.generation_config.eos_token_id = [-1], None  # every row has its 64 tokens
     lengths = []
     inner = trainer._generate_and_score_completions

@@ -15,20 +15,15 @@ that was stopped goes on from there.
 """
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+from experiment import into_docs, train  # which finds the trainers
 
-import train_dpo  # noqa: E402
-import train_ppo  # noqa: E402
-import train_sft  # noqa: E402
-from minirl.config import write_text  # noqa: E402
-from minirl.metrics import read_metrics  # noqa: E402
+import train_dpo
+import train_ppo
+import train_sft
+from minirl.metrics import read_metrics
 
 SHOWN = {"addition": (1, 10, 20, 30, 40, 60, 80), "calculator": (1, 3, 5, 10, 20, 30, 40)}  # rollouts
 ONCE = dict(save_every=20, keep=1)
@@ -42,18 +37,7 @@ WAYS = {
     "`--kl-coef 0.2`": dict(kl_coef=0.2),
     "`--reward-model-every 1`": dict(kl_coef=0.0, reward_model_every=1),
 }
-BEGIN, END = "<!-- overoptimisation.py -->\n", "<!-- end -->\n"
 
-
-def train(trainer: ModuleType, folder: Path, **options) -> Path:
-    """A run of a trainer, with what it prints in a file; its last checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
-        trainer.main(trainer.Config(run_dir=str(folder), resume=True, **options))
-    last = read_metrics(folder / "metrics.jsonl")[-1]
-    if not {"eval/accuracy", "eval/preference_accuracy"} & last.keys():  # which only the last step has
-        raise SystemExit(f"stopped in {folder}")
-    return folder / f"step_{last['step']}"
 
 
 def around(rows: list[dict], step: int, name: str) -> float:
@@ -85,9 +69,7 @@ def main() -> None:
     table = "\n".join(lines) + "\n"
     print("\n" + table)
     if args.docs:
-        page = REPO / "docs/ppo.md"
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        write_text(page, before + BEGIN + table + END + rest.split(END)[1])
+        into_docs("ppo.md", "overoptimisation.py", table)
 
 
 if __name__ == "__main__":

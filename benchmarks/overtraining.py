@@ -14,28 +14,24 @@ Everything is train_sft.py and train_grpo.py with the options below, for each of
 
 import argparse
 import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+from experiment import into_docs, train  # which finds the trainers
 
-import train_grpo  # noqa: E402
-import train_sft  # noqa: E402
-from minirl.checkpoint import load_model  # noqa: E402
-from minirl.config import read_json, write_text  # noqa: E402
-from minirl.data.dataset import Demonstrations  # noqa: E402
-from minirl.env import make_env  # noqa: E402
-from minirl.env.loop import collect  # noqa: E402
-from minirl.evaluate import evaluate, evaluate_loss  # noqa: E402
-from minirl.graduate import sample_measures  # noqa: E402
-from minirl.metrics import read_metrics  # noqa: E402
-from minirl.parallel import Mesh  # noqa: E402
-from minirl.rollout import Rollout  # noqa: E402
-from minirl.tokenizer import load_tokenizer  # noqa: E402
+import train_grpo
+import train_sft
+from minirl.checkpoint import load_model
+from minirl.config import read_json, write_text
+from minirl.data.dataset import Demonstrations
+from minirl.env import make_env
+from minirl.env.loop import collect
+from minirl.evaluate import evaluate, evaluate_loss
+from minirl.graduate import sample_measures
+from minirl.metrics import read_metrics
+from minirl.parallel import Mesh
+from minirl.rollout import Rollout
+from minirl.tokenizer import load_tokenizer
 
 ROWS, EPOCHS, SEEDS = 200, (0, 1, 2, 3, 5, 10, 20), (0, 1, 2)
 PROBLEMS, SAMPLES = 200, 8  # held-out problems that are sampled
@@ -50,18 +46,7 @@ COLUMNS = {
     "unique_ratio": "unique ratio", "pair_diversity": "pair diversity",
     "grpo": f"greedy after {GRPO['steps']} GRPO steps",
 }
-BEGIN, END = "<!-- overtraining.py -->\n", "<!-- end -->\n"
 
-
-def train(trainer: ModuleType, folder: Path, **options) -> Path:
-    """A run of a trainer, with what it prints in a file; its last checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
-        trainer.main(trainer.Config(run_dir=str(folder), resume=True, **options))
-    last = read_metrics(folder / "metrics.jsonl")[-1]
-    if "eval/accuracy" not in last:  # which only the last step has: Ctrl-C ends a trainer in good order
-        raise SystemExit(f"stopped in {folder}")
-    return folder / f"step_{last['step']}"
 
 
 def measure(folder: Path, seed: int) -> dict[str, float]:
@@ -122,9 +107,7 @@ def main() -> None:
                   *(f"{name} {found[epochs][-1][name]:.3f}" for name in COLUMNS), flush=True)
     print("\n" + table(found))
     if args.docs:
-        page = REPO / "docs/sft.md"
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        write_text(page, before + BEGIN + table(found) + END + rest.split(END)[1])
+        into_docs("sft.md", "overtraining.py", table(found))
 
 
 if __name__ == "__main__":

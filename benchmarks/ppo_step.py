@@ -20,6 +20,7 @@ from types import ModuleType
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
 
+import minirl.learner  # noqa: E402
 import train_grpo  # noqa: E402
 import train_ppo  # noqa: E402
 
@@ -39,7 +40,8 @@ PARTS = {"collect": "sampling", "collect_step": "sampling", "rollout_logprobs": 
 def run(trainer: ModuleType, init: str, **options) -> list[dict[str, float]]:
     """Seconds of each step but the first: the whole, and its parts."""
     spent: dict[str, float] = defaultdict(float)
-    originals = {name: getattr(trainer, name) for name in PARTS if hasattr(trainer, name)}
+    originals = {(module, name): getattr(module, name) for name in PARTS for module in (trainer, minirl.learner)
+                 if hasattr(module, name)}
     log, steps = trainer.MetricsLogger.log, []
 
     def timed(name: str, function):
@@ -59,16 +61,16 @@ def run(trainer: ModuleType, init: str, **options) -> list[dict[str, float]]:
         spent.clear()
         log(logger, step, metrics)
 
-    for name, function in originals.items():
-        setattr(trainer, name, timed(name, function))
+    for (module, name), function in originals.items():
+        setattr(module, name, timed(name, function))
     trainer.MetricsLogger.log = note
     try:
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             trainer.main(trainer.Config(run_dir=f"{folder}/run", init=init, **COMMON | options))
     finally:
         trainer.MetricsLogger.log = log
-        for name, function in originals.items():
-            setattr(trainer, name, function)
+        for (module, name), function in originals.items():
+            setattr(module, name, function)
     return steps
 
 

@@ -24,7 +24,7 @@ from time import perf_counter
 
 import torch
 from grpo_step import LetterTask
-from sample import EndlessTokenizer, report, seconds, small_model
+from sample import EndlessTokenizer, report, small_model, turns
 
 from minirl.checkpoint import load_model, save_model
 from minirl.critic import state_values
@@ -71,7 +71,7 @@ def minirl_step(folder: str, scorer: str, spent: dict[str, list[float]]) -> Call
         done("scores")
         ref_logprobs = rollout_logprobs(reference, rollout, ROWS)
         done("reference")
-        values, _ = state_values(critic, rollout, ROWS)
+        values, _ = state_values(critic, rollout, ROWS, bootstrap=False)
         done("values")
         earned = token_rewards(scores, mask, kl_estimate(rollout.old_logprobs, ref_logprobs, "k1"), KL_COEF)
         advantages, returns = gae(earned, values, mask, GAMMA, LAM)
@@ -98,28 +98,11 @@ def run(folder: str, scorer: str, rounds: int, step: Callable[[], None]) -> dict
     """TRL trains; whenever it has made a step, `step` makes one. Seconds of both, without the first two."""
     try:
         from datasets import Dataset
-        from transformers import (
-            AutoModelForCausalLM,
-            AutoModelForSequenceClassification,
-            AutoTokenizer,
-            TrainerCallback,
-        )
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
         from trl.experimental.ppo import PPOConfig, PPOTrainer
     except ImportError as error:
         raise SystemExit(f'error: this benchmark compares with TRL ({error}): pip install "trl==0.29.*"') from None
-    times, read = {"minirl": [], "TRL": []}, set()
-
-    class TakeTurns(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs) -> None:
-            self.began = perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            theirs = perf_counter() - self.began
-            ours = seconds(step)
-            if state.global_step > WARM_UP:
-                times["TRL"].append(theirs)
-                times["minirl"].append(ours)
-            self.began = perf_counter()
+    times, read = {}, set()
 
     def opened(kind, path: str) -> torch.nn.Module:
         return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
@@ -139,7 +122,7 @@ def run(folder: str, scorer: str, rounds: int, step: Callable[[], None]) -> dict
         config, AutoTokenizer.from_pretrained(folder), opened(AutoModelForCausalLM, folder),
         opened(AutoModelForCausalLM, folder), judge, Dataset.from_list(prompts),
         opened(AutoModelForSequenceClassification, scorer), eval_dataset=Dataset.from_list(prompts[:ROWS]),
-        callbacks=[TakeTurns()])
+        callbacks=[turns(times, {"minirl": step}, WARM_UP)])
     trainer.train()
     assert read == {(ROWS, 16 + NEW)}, read  # each row has its 64 tokens
     return times

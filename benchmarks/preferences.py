@@ -12,22 +12,20 @@ stopped goes on from there. About 20 seconds a run on one idle core.
 
 import argparse
 import json
-import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
+from experiment import into_docs, train  # which finds the trainers
 
-import train_dpo  # noqa: E402
-from minirl.checkpoint import load_model  # noqa: E402
-from minirl.config import read_json, write_text  # noqa: E402
-from minirl.env import make_env  # noqa: E402
-from minirl.metrics import read_metrics  # noqa: E402
-from minirl.pairs import evaluate_kl  # noqa: E402
-from minirl.parallel import Mesh  # noqa: E402
-from minirl.preference_losses import PREFERENCES  # noqa: E402
-from minirl.tokenizer import load_tokenizer  # noqa: E402
+import train_dpo
+from minirl.checkpoint import load_model
+from minirl.config import read_json, write_text
+from minirl.env import make_env
+from minirl.metrics import read_metrics
+from minirl.pairs import evaluate_kl
+from minirl.parallel import Mesh
+from minirl.preference_losses import PREFERENCES
+from minirl.tokenizer import load_tokenizer
 
 OPTIONS = dict(problems=4096, epochs=4.0, lr=5e-4, nll_coef=None, eval_every=0, save_every=10**6, keep=1,
                log_every=100)
@@ -41,16 +39,6 @@ FAMILY = {loss: dict(loss=loss) for loss in PREFERENCES}
 EXPERIMENTS = {"flips": FLIPS, "reference": REFERENCE, "family": FAMILY}
 COLUMNS = {"eval/accuracy": "problems solved", "eval/preference_accuracy": "held-out pairs", "kl": "KL to the start",
            "eval/logprob_chosen": "log-prob of chosen", "eval/logprob_rejected": "of rejected"}
-
-
-def train(folder: Path, **options) -> Path:
-    """A run, with what it prints in a file; its last checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log):
-        last = train_dpo.main(train_dpo.Config(run_dir=str(folder), resume=True, **OPTIONS | options))
-    if last is None:
-        raise SystemExit(f"stopped in {folder}")
-    return last
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -93,23 +81,21 @@ def main() -> None:
     args = parser.parse_args()
     first = args.run_dir / "first"  # makes the start and the pairs of all the others
     if not (first / "step_0").is_dir():
-        train(first, steps=1)
+        train(train_dpo, first, **OPTIONS, steps=1)
     found = {}
     for name, options in EXPERIMENTS[args.experiment].items():
         folder = args.run_dir / args.experiment / name.replace(", ", " ").replace(" ", "_")
         file = folder / "measured.json"
         if not file.is_file():
-            last = train(folder, init=str(first / "step_0"), pairs=str(first / "pairs"), **options)
+            last = train(train_dpo, folder, **OPTIONS, init=str(first / "step_0"), pairs=str(first / "pairs"),
+                         **options)
             write_text(file, json.dumps(measure(last)) + "\n")
         found[name] = read_json(file)
         print(f"{name}:", *(f"{column} {found[name][column]:.3f}" for column in COLUMNS), flush=True)
     text = (grid if args.experiment == "flips" else table)(found)
     print("\n" + text)
     if args.docs:
-        begin, end = f"<!-- {args.experiment} -->\n", "<!-- end -->\n"
-        page = REPO / "docs/preferences.md"
-        before, rest = page.read_text(encoding="utf-8").split(begin)
-        write_text(page, before + begin + text + end + rest.split(end, 1)[1])
+        into_docs("preferences.md", args.experiment, text)
 
 
 if __name__ == "__main__":

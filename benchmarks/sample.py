@@ -59,6 +59,27 @@ def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[s
     return times
 
 
+def turns(times: dict[str, list[float]], steps: dict[str, Callable[[], object]], warm_up: int) -> object:
+    """A callback for one of TRL's trainers: whenever that has made a step, each of the others makes one.
+
+    times : gets the seconds of each, and of "TRL", in the steps behind the first `warm_up`
+    """
+    from transformers import TrainerCallback
+
+    class TakeTurns(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs) -> None:
+            self.began = perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            taken = {"TRL": perf_counter() - self.began} | {name: seconds(step) for name, step in steps.items()}
+            if state.global_step > warm_up:
+                for name, value in taken.items():
+                    times.setdefault(name, []).append(value)
+            self.began = perf_counter()
+
+    return TakeTurns()
+
+
 def report(times: dict[str, list[float]], ours: str, theirs: str) -> None:
     """Median and fastest round of each, then the ratio: median and quartiles of the rounds, and of the fastest."""
     for name, values in times.items():

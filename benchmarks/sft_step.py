@@ -16,10 +16,9 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
-from sample import report, seconds, small_model
+from sample import report, small_model, turns
 
 from minirl.checkpoint import load_model, save_model
 from minirl.logprobs import Output
@@ -103,25 +102,12 @@ def plain_step(folder: str, lora: bool) -> Step:
 def run(folder: str, lora: bool, rounds: int) -> dict[str, list[float]]:
     """TRL trains; whenever it has made a step, the others make one. Seconds of each, without the first two."""
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     steps = {"minirl": minirl_step(folder, lora), "PEFT" if lora else "transformers": plain_step(folder, lora)}
-    times = {name: [] for name in (*steps, "TRL")}
-    first = {}
-
-    class TakeTurns(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs) -> None:
-            self.began = perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            taken = {"TRL": perf_counter() - self.began}
-            for name, step in steps.items():
-                taken[name] = seconds(lambda name=name, step=step: first.setdefault(name, []).append(step()))
-            if state.global_step > WARM_UP:
-                for name, value in taken.items():
-                    times[name].append(value)
-            self.began = perf_counter()
+    times, said = {name: [] for name in (*steps, "TRL")}, {name: [] for name in steps}
+    noted = {name: lambda name=name, step=step: said[name].append(step()) for name, step in steps.items()}
 
     count = WARM_UP + rounds
     config = SFTConfig(
@@ -131,11 +117,12 @@ def run(folder: str, lora: bool, rounds: int) -> dict[str, list[float]]:
         report_to="none", disable_tqdm=True, learning_rate=LR, max_grad_norm=MAX_NORM, adam_beta2=0.95,
         dataloader_drop_last=True)
     rows = [{"input_ids": row.tolist()} for number in range(count) for row in batch(number)]
-    trainer = SFTTrainer(their_model(folder, lora), config, train_dataset=Dataset.from_list(rows),
-                         processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[TakeTurns()])
+    trainer = SFTTrainer(
+        their_model(folder, lora), config, train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[turns(times, noted, WARM_UP)])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
-    losses = {name: values[0] for name, values in first.items()} | {"TRL": trainer.state.log_history[0]["loss"]}
+    losses = {name: values[0] for name, values in said.items()} | {"TRL": trainer.state.log_history[0]["loss"]}
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses
     return times
 

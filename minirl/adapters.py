@@ -154,11 +154,16 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def open_policy(folder: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu",
-                quantize: bool = False) -> Transformer:
-    """Whatever a trainer wrote or was given: a model folder, or an adapter's with its base. `quantize`: NF4 weights."""
-    if is_adapter(folder):
-        return load_adapted(folder, dtype, device, quantize)
-    return _open_model(folder, dtype, device, quantize)
+                quantize: bool = False, scores: bool = False) -> Transformer:
+    """Whatever a trainer wrote or was given: a model folder, or an adapter's with its base. `quantize`: NF4 weights.
+
+    UserError: a model with a score in the place of words, unless it is one of those that is wanted (`scores`)
+    """
+    model = (load_adapted if is_adapter(folder) else _open_model)(folder, dtype, device, quantize)
+    if model.config.num_labels and not scores:
+        raise UserError(f"{folder} is a reward model or a critic, which gives scores and no words: give the folder of "
+                        "a language model")
+    return model
 
 
 def load_adapted(folder: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu",

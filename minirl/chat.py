@@ -32,6 +32,7 @@ from itertools import groupby
 from typing import Any
 
 from minirl.config import UserError
+from minirl.jinja_templates import chat_template
 from minirl.jinja_templates import template_of as template_of
 from minirl.messages import Message, check_messages, check_tools
 from minirl.templates import MARKS, Part, find_template, left_out, write
@@ -116,6 +117,16 @@ def turn_ends(tokenizer: Tokenizer, template: str) -> set[int]:
     """The tokens that end what the assistant says: the template's end-of-turn token, and those of the tokenizer."""
     names = _Names(template, tokenizer)
     return {*tokenizer.stop_ids, names.ids[find_template(template).end or names.eos]}
+
+
+def speak(tokenizer: Tokenizer, template: str) -> None:
+    """Give a tokenizer the template that its model learns, in place; "": none.
+
+    It is written beside the model, for whoever talks to it, with the end of a turn, where its answers stop.
+    """
+    if template:
+        tokenizer.chat_template = chat_template(template)
+        tokenizer.add_stops(turn_ends(tokenizer, template))
 
 
 def _parts(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, template: str, bos: str,

@@ -94,7 +94,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
     layout = tensor_layout(config.model_type, dict(model.named_parameters()))
     prefix, constants = ARCHITECTURES[config.model_type].prefix, ARCHITECTURES[config.model_type].constants
     found = {}
-    for path, promised in _weight_files(folder).items():
+    for path, promised in weight_files(folder).items():
         with open_tensors(path) as file:
             for name in checked_names(file, path, promised, constants):
                 whole = name.startswith((prefix, "lm_head.", "score."))
@@ -355,8 +355,9 @@ def open_tensors(path: Path) -> safe_open:
         raise UserError(f"{path} is truncated, or no safetensors file: {error}") from None
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+def weight_files(folder: str | Path) -> dict[Path, set[str] | None]:
     """The files of a model and the names that the index promises for each (None: a single file, no index)."""
+    folder = Path(folder)
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": None}
     index = folder / "model.safetensors.index.json"

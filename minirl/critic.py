@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minirl.adapters import is_adapter, open_policy, save_policy
-from minirl.checkpoint import check_tokenizer, load_model, save_model
+from minirl.checkpoint import check_tokenizer, load_model, read_model_config, save_model, weight_files
 from minirl.config import UserError, usual_mode
 from minirl.logprobs import rollout_values
 from minirl.losses import row_sum
 from minirl.model import Transformer
-from minirl.options import prepare
 from minirl.parallel.data import barrier
 from minirl.parallel.layout import Whole
-from minirl.reward_model import check_same_tokens, reward_model_of, score_inputs
+from minirl.reward_model import check_same_tokens, check_scores, reward_model_of, score_inputs
 from minirl.rollout import Rollout
+from minirl.start import prepare
 from minirl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def state_values(critic: Transformer, rollout: Rollout, microbatch_size: int,
-                 mesh: Mesh | None = None) -> tuple[Tensor, Tensor]:
+def state_values(critic: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None,
+                 bootstrap: bool = True) -> tuple[Tensor, Tensor | None]:
     """Values (B, S) of the states in which tokens were chosen, and what a row would still have earned (B,).
 
     The second is the value of the state after the last token, for rows that were cut at a limit; 0 for those that ended
-    by themselves: `bootstrap` of `gae`. No gradient.
+    by themselves: `bootstrap` of `gae`. It takes one more column, so it is None where nobody wants it. No gradient.
     """
-    rows = score_inputs(Rollout(rollout.tokens, rollout.action_mask, rollout.lengths, rollout.group,
-                                rollout.sample_ids))
+    if not bootstrap:
+        return rollout_values(critic, rollout, microbatch_size, mesh), None
+    rows = score_inputs(rollout)
     values = rollout_values(critic, rows, microbatch_size, mesh)  # (B, T)
     return values[:, :-1], torch.where(rollout.finished, 0.0, row_sum(values, rows.action_mask))
 
@@ -60,32 +61,47 @@ def critic_of(policy: Transformer) -> Transformer:
     return critic
 
 
-def open_critic(config: Any, saved: Path | None, init: str | Path, tokenizer: Tokenizer, dtype: torch.dtype,
+def check_folders(config: Any, tokenizer: Tokenizer) -> None:
+    """UserError if `--reward-model` or `--critic-init` do not go with the policy; reads no weights."""
+    if config.reward_model:
+        check_scores(config.reward_model, tokenizer)
+    if config.critic_init:
+        check_source(config.critic_init, tokenizer)
+
+
+def check_source(source: str | Path, tokenizer: Tokenizer) -> None:
+    """UserError unless a critic of this policy may start from the folder; reads no weights."""
+    if is_adapter(source):
+        raise UserError(f"{source} is an adapter, and a critic starts from a whole model: name one with --critic-init, "
+                        "or let it share the policy's layers with --critic joint")
+    check_tokenizer(tokenizer, read_model_config(source).vocab_size)
+    check_same_tokens(source, tokenizer, "critic")  # else it would mean other words by the policy's ids
+    weight_files(source)
+
+
+def open_critic(config: Any, start_folder: Path | None, init: str | Path, tokenizer: Tokenizer, dtype: torch.dtype,
                 mesh: Mesh) -> Transformer:
     """The critic of a run with `--critic own`, ready to be trained as the policy is: its layout, adapters, 4 bits.
 
-    saved : its checkpoint; None: a new one, from the folder `config.critic_init` (a language model, or a reward model
-            with its head) or else from that of the policy, `init`
+    start_folder : the policy's checkpoint that the run goes on from, and so does its critic; None: a new one, from the
+                   folder `config.critic_init` (a language model, or a reward model with its head) or else from that of
+                   the policy, `init`
 
     With `--lora-rank` its frozen layers are those of run_dir/critic/base, written here, which its adapters name.
     UserError: a critic that reads another vocabulary, or adapters to start from.
     """
-    if saved:
-        return prepare(open_policy(saved, dtype, mesh.device, config.qlora), config, mesh, None)
+    if start_folder:
+        saved = Path(config.run_dir) / "critic" / start_folder.name
+        return prepare(open_policy(saved, dtype, mesh.device, config.qlora, scores=True), config, mesh, None)
     source, base = config.critic_init or init, Path(config.run_dir) / "critic" / "base"
-    if is_adapter(source):
-        raise UserError(f"{source} is an adapter, and a critic starts from a whole model: name one with --critic-init, "
-                        "or let it share the policy's layers with --critic joint")
+    check_source(source, tokenizer)
     critic = load_model(source, dtype, mesh.device)
-    check_tokenizer(tokenizer, critic.config.vocab_size)
-    if config.critic_init:  # a larger vocabulary would take the policy's ids, and mean other words by them
-        check_same_tokens(source, tokenizer, "critic")
     critic = critic if critic.config.num_labels else critic_of(critic)
     if config.lora_rank:
         if mesh.is_main:
             save_model(critic, base, tokenizer)
         barrier(mesh)
-        critic = open_policy(base, dtype, mesh.device, config.qlora)
+        critic = open_policy(base, dtype, mesh.device, config.qlora, scores=True)
     return prepare(critic, config, mesh, base)
 
 
@@ -125,12 +141,14 @@ def add_value_head(policy: Transformer, detached: bool, saved: Path | None = Non
 
 def save_actor_critic(policy: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,
                       mesh: Mesh | None = None) -> None:
-    """`save_policy` for a policy with a value head: the folder is that of the policy alone, with the head beside it."""
+    """`save_policy`, and a head beside it if there is one: the folder is that of the policy alone."""
     head, policy.value_head = policy.value_head, None
     try:
         save_policy(policy, folder, tokenizer, mesh=mesh)
     finally:
         policy.value_head = head
+    if head is None:
+        return
     mine = {} if mesh is not None and not policy.has_head else {"weight": head.weight.detach()}
     if mesh is not None and mesh.size > 1:
         mine = dict(Whole(mine, {"weight": head.weight} if mine else {}, mesh))

@@ -86,6 +86,14 @@ def sample_text(policy: Transformer, tokenizer: Tokenizer, env: Env, max_new_tok
     return f"{example.prompt + rollout.texts[0]!r}  (right: {example.answer}, reward {rollout.rewards[0]:.1f})"
 
 
+def show_sample(label: str, policy: Transformer, tokenizer: Tokenizer, env: Env, mesh: Mesh,
+                max_new_tokens: int = 0) -> None:
+    """`sample_text` on the console. Every rank calls it."""
+    text = sample_text(policy, tokenizer, env, max_new_tokens)
+    if mesh.is_main:
+        print(label, text)
+
+
 def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
     """Rewards and lengths of one step's rollout, over all replicas: sums first, so that the split cannot matter."""
     groups = len(rollout.group.unique())

@@ -1,6 +1,6 @@
 """AdamW, learning-rate schedules, gradient clipping, and the guard against a non-finite update.
 
-One update of a trainer reads
+One update of a trainer, `learner.Learner.update`, reads
 
     grad_norm = clip_gradients(policy.parameters(), max_norm, mesh)
     guard.step(optimizer, grad_norm, lr=lr_at(step, total_steps, peak), loss=loss)
@@ -13,7 +13,6 @@ whatever its microbatch size and world size.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -256,25 +255,3 @@ class SkipCounter:
             raise UserError(f"skipped {self.in_a_row} updates in a row (loss {float(loss)}, grad_norm "
                             f"{float(grad_norm)}); resume a checkpoint with a lower --lr or in float32")
         return False
-
-
-class Learner(NamedTuple):
-    """A model and what trains it, for trainers with more than one: policy, critic, reward model."""
-
-    model: nn.Module
-    optimizer: AdamW
-    guard: SkipCounter
-
-    def state(self) -> dict[str, int]:
-        """What a checkpoint holds besides weights and the optimizer's tensors."""
-        return {"skipped": self.guard.skipped, "skipped_in_a_row": self.guard.in_a_row}
-
-    def load(self, tensors: dict[str, Tensor], state: dict[str, int]) -> None:
-        """In place: the optimizer's tensors, and what `state` gave."""
-        self.optimizer.load_state_tensors(tensors)
-        self.guard.skipped, self.guard.in_a_row = state["skipped"], state["skipped_in_a_row"]
-
-
-def learner(model: nn.Module, lr: float, **options) -> Learner:
-    """A model with a new optimizer: `adamw` with its options."""
-    return Learner(model, adamw(model, lr, **options), SkipCounter())

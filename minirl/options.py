@@ -1,24 +1,16 @@
-"""What all trainers have in common: options of the run, of its adapters and of its layout, and the model they give.
+"""The options that trainers have in common, and what can be wrong with them.
 
     @dataclass(frozen=True)
-    class Config(LayoutOptions, AdapterOptions, RunOptions):        a trainer adds its own
-
-    policy = prepare(open_policy(folder, ...), config, mesh, folder)    adapters put on, spread over the ranks
+    class Config(TrainerOptions):                       a trainer adds its own
+    class Config(RLOptions, PPOOptions, TrainerOptions)     the last ones come first in --help
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import torch
-
-from kernels.linear_logprob import Impl, pick
-from minirl.adapters import is_adapter, open_policy
+from kernels.linear_logprob import Impl
+from minirl.adapters import is_adapter
 from minirl.config import UserError, check_not_negative, check_positive
-from minirl.lora import add_lora
-from minirl.lora_config import read_targets
-from minirl.model import Transformer
-from minirl.parallel.layout import parallelize
 from minirl.parallel.mesh import Mesh, init_mesh
 
 
@@ -38,7 +30,7 @@ class RunOptions:
 @dataclass(frozen=True)
 class AdapterOptions:
     # model
-    init: str = ""  # folder of a checkpoint to start from; empty: a new small model
+    init: str = ""  # folder of a checkpoint to start from; empty: a new small model, after a cold start
     lora_rank: int = 0  # train low-rank additions of this rank instead of the weights; 0: the weights
     lora_alpha: float = 32.0  # the addition counts alpha / rank times
     lora_targets: str = "all-linear"  # which layers: q_proj,v_proj, a regular expression for whole names, or all-linear
@@ -61,6 +53,46 @@ class LayoutOptions:
     timeout: float = 600.0  # seconds that a rank waits for another; then the job ends with an error
 
 
+@dataclass(frozen=True)
+class TrainerOptions(LayoutOptions, AdapterOptions, RunOptions):
+    """Of all four trainers."""
+
+
+@dataclass(frozen=True)
+class RLOptions:
+    """Of those whose policy samples while it learns: GRPO and PPO."""
+
+    # run
+    save_rollouts: bool = False  # write every rollout to run_dir/rollouts
+    replay: str = ""  # train on this saved rollout instead of sampling
+    # model
+    cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
+    cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
+    # task
+    task: str = "addition"  # addition, calculator, lookup, shop, countdown, code, walk or gsm8k
+    data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
+    eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
+    drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context
+    difficulty: int = 2  # digits of an operand; hops of lookup, items of shop, numbers of countdown, steps of code
+    # rollout
+    max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
+    temperature: float = 1.0  # of sampling, and of every log-probability in training
+    max_rows: int = 4096  # rows decoded at once
+    # optimisation
+    steps: int = 300  # rollouts
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 4  # optimizer updates a pass
+    microbatch_size: int = 512  # rows a forward pass
+    lr: float = 1e-3  # peak learning rate
+    warmup_steps: int = 10  # rollouts of linear warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
+    # evaluation
+    eval_every: int = 20  # steps between evaluations; 0: only before and after
+    eval_problems: int = 500  # held-out problems, answered greedily
+
+
 def check_shared(config) -> None:
     """UserError for a shared option that cannot be, by the name of its flag."""
     if not config.run_dir:
@@ -73,41 +105,17 @@ def check_shared(config) -> None:
         raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
 
 
+def check_rl(config) -> None:
+    """`check_shared`, and the same for RLOptions."""
+    check_shared(config)
+    check_positive(config, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
+                   "max_rows", "lr", "eval_problems", "cold_start_steps")
+    check_not_negative(config, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
+    if config.prompts_per_step * config.group_size % config.minibatches:
+        raise UserError(f"--minibatches {config.minibatches} does not divide the {config.prompts_per_step} x "
+                        f"{config.group_size} rows of a rollout")
+
+
 def make_mesh(config) -> Mesh:
     """The ranks of this run in the layout that was asked for."""
     return init_mesh(config.device, config.dp, config.pp, config.cp, config.tp, config.timeout)
-
-
-def prepare(policy: Transformer, config, mesh: Mesh, base: str | Path | None) -> Transformer:
-    """A model ready to be trained, in place: new adapters if asked for, its activations kept or not, spread out.
-
-    base : the folder that the model came from, for new adapters to name; None: a checkpoint of this run, which has its
-           adapters on
-    """
-    if config.lora_rank and base is not None:
-        add_lora(policy, config.lora_rank, config.lora_alpha, read_targets(config.lora_targets),
-                 base_model=str(Path(base).absolute()), generator=torch.Generator().manual_seed(config.seed),
-                 modules_to_save=["score"] if policy.config.num_labels else [])
-        if policy.value_head is not None:
-            policy.value_head.requires_grad_(True)  # new as the adapters are
-    policy.gradient_checkpointing = config.gradient_checkpointing
-    try:
-        impl = pick(config.impl, policy.norm.weight)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-    if mesh.is_main and not policy.config.num_labels:
-        print(f"log-probs: {impl}")
-    return spread(policy, config, mesh, config.zero)
-
-
-def open_reference(folder: str | Path, dtype: torch.dtype, config, mesh: Mesh) -> Transformer:
-    """The frozen model of a folder, spread as the policy is."""
-    reference = open_policy(folder, dtype, mesh.device, config.qlora).requires_grad_(False)
-    return spread(reference, config, mesh, 3 if config.zero == 3 else 0)  # it has no optimizer to slice
-
-
-def spread(model: Transformer, config, mesh: Mesh, zero_stage: int) -> Transformer:
-    """`parallelize` by the flags."""
-    model.head_impl = config.impl
-    return parallelize(model, mesh, sequence=config.sp, zero_stage=zero_stage, schedule=config.pipeline,
-                       chunks=config.chunks, context_kind=config.cp_kind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from minirl.env.base import Env
 from minirl.env.loop import collect
+from minirl.learner import Learner
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.losses import kl_estimate, row_sum, sequence_logprobs
+from minirl.losses import kl_estimate, loss_total, row_sum, sequence_logprobs
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
 from minirl.parallel.context import gather_rollouts
 from minirl.parallel.data import reduce_stats
 from minirl.parallel.zero import gathered
 from minirl.preference_losses import Options, Preference, preference_stats
-from minirl.reward_model import reward_loss, reward_stats, score_rows
+from minirl.reward_model import reward_loss, reward_stats, score_inputs, score_rows
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
@@ -61,6 +63,15 @@ def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh, centring: flo
     margin = torch.sub(*split(mb.rewards)) if margins else 0.0
     loss = reward_loss(chosen, rejected, margin, centring).sum() / total / mesh.cp  # ranks of cp have the whole sums
     return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
+
+
+def pair_update(learner: Learner, pairs: Rollout, microbatch_size: int, lr: float) -> dict[str, float] | None:
+    """One step of a reward model on all pairs of all ranks; its stats. None: there are none, and nothing is done."""
+    total = loss_total("sequence", pairs.action_mask[0::2], learner.mesh)
+    if not total:
+        return None
+    loss_fn = partial(pair_loss, total=total, mesh=learner.mesh)
+    return learner.update(loss_fn, microbatches(score_inputs(pairs), microbatch_size), lr)
 
 
 def with_reference(reference: Transformer | None, rollout: Rollout, microbatch_size: int, mesh: Mesh) -> Rollout:

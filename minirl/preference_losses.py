@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
@@ -30,6 +31,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.config import UserError
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Of train_dpo.py. An option that is none is that of the loss's row."""
+
+    # objective
+    loss: Literal["dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "cpo", "kto", "apo_zero", "apo_down", "exo",
+                  "nca", "bco", "sppo", "reward"] = "dpo"  # a row of docs/preferences.md; reward: a reward model
+    beta: float | None = 1.0  # strength of the preference; less for longer answers; none: the row's own
+    label_smoothing: float | None = None  # share of pairs believed to be the wrong way round; none: the row's own
+    gamma: float | None = None  # simpo: margin between the two answers; none: the row's own
+    logprobs: Literal["auto", "sum", "mean"] = "auto"  # of an answer's tokens; auto: the row's own
+    nll_coef: float | None = 1.0  # weight of the chosen answers' negative log-likelihood; 0 is DPO alone; none: the
+                                  # row's own
+    reference: Literal["start", "uniform"] = "start"  # the model before the first update, or all answers alike
+    precompute_ref: bool = False  # ask the reference about all pairs once, then let its memory go
+    centring: float = 0.01  # reward: keeps the mean score of a pair at 0
+    margins: bool = False  # reward: a pair's scores must differ by as much as its rewards
 
 
 class Options(NamedTuple):
@@ -214,6 +234,15 @@ def resolve(kind: str, beta: float | None = None, label_smoothing: float | None 
     if not 0 <= gamma < math.inf:
         raise UserError(f"gamma is {gamma}: it must be 0 or above, and finite")
     return row, Options(beta, e, gamma)
+
+
+def objective(config: PreferenceOptions) -> tuple[Preference | None, Options | None, float]:
+    """(row, its options, weight of the chosen answers' likelihood) that a config asks for; a reward model has none."""
+    if config.loss == "reward":
+        return None, None, 0.0
+    row, options = resolve(config.loss, config.beta, config.label_smoothing, config.gamma)
+    row = row if config.logprobs == "auto" else row._replace(reduce=config.logprobs)
+    return row, options, row.nll if config.nll_coef is None else config.nll_coef
 
 
 @torch.no_grad()

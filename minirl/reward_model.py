@@ -18,19 +18,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.checkpoint import load_model
+from minirl.checkpoint import load_model, read_model_config, weight_files
 from minirl.config import UserError
 from minirl.logprobs import rollout_values
 from minirl.losses import row_sum
 from minirl.model import Transformer
 from minirl.preference_losses import wins
 from minirl.rollout import Rollout
+from minirl.start import spread
 from minirl.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -79,13 +80,31 @@ def load_reward_model(folder: str | Path, tokenizer: Tokenizer | None = None, dt
     tokenizer : of the policy whose rows will be scored; they are passed on as token ids, never as text
     UserError : a language model; another vocabulary than the tokenizer's
     """
-    model = load_model(folder, dtype, device)
-    if not model.config.num_labels:
+    check_scores(folder, tokenizer)
+    return load_model(folder, dtype, device)
+
+
+def check_scores(folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """UserError unless the folder holds a reward model for rows of this tokenizer; reads no weights."""
+    if not read_model_config(folder).num_labels:
         raise UserError(f"{folder} is a language model, which gives no score: train a reward model with train_dpo.py "
                         "--loss reward, and give its checkpoint")
     if tokenizer is not None:
         check_same_tokens(folder, tokenizer, "reward model")
-    return model
+    weight_files(folder)
+
+
+def open_reward_model(config: Any, start_folder: Path | None, tokenizer: Tokenizer, dtype: torch.dtype,
+                      mesh: Mesh) -> Transformer:
+    """The reward model that pays in a run of train_ppo.py, spread as the policy is.
+
+    start_folder : the policy's checkpoint that the run goes on from; a reward model that learns too does so as well
+    """
+    folder, learns = config.reward_model, config.reward_model_every > 0
+    if start_folder and learns:
+        folder = Path(config.run_dir) / "reward_model" / start_folder.name
+    model = load_reward_model(folder, tokenizer, dtype, mesh.device)
+    return spread(model.requires_grad_(learns), config, mesh, config.zero)
 
 
 def check_same_tokens(folder: str | Path, tokenizer: Tokenizer, kind: str) -> None:
@@ -124,6 +143,5 @@ def score_inputs(rollout: Rollout) -> Rollout:
 @torch.no_grad()
 def score_rows(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
     """The score of each row of a rollout: (B,) float32 or wider, no gradient. Padding and neighbours change nothing."""
-    rows = score_inputs(Rollout(**{name: getattr(rollout, name) for name in
-                                   ("tokens", "action_mask", "lengths", "group", "sample_ids")}))
+    rows = score_inputs(rollout)
     return row_sum(rollout_values(model, rows, microbatch_size, mesh), rows.action_mask)

@@ -129,13 +129,35 @@ class Rollout:
             parts = [load_file(str(file)) for file in files]
         except SafetensorError as error:
             raise UserError(f"{path} is no saved rollout ({error}): write one with --save-rollouts") from None
-        if not {"tokens", "action_mask", "lengths"} <= parts[0].keys():
+        names = [f.name for f in dataclasses.fields(Rollout)]
+        if not set(names[:5]) <= parts[0].keys() <= set(names):
             raise UserError(f"{path} holds no rollout but {sorted(parts[0])[:3]}: write one with --save-rollouts")
         rollout = Rollout.join([Rollout(**part) for part in parts])
         told = [file.with_suffix(".jsonl") for file in files]
         if all(file.is_file() for file in told):
             rollout = rollout.replace(turns=_read_turns(told, rollout))
         return rollout.rows(rollout.sample_ids.argsort())
+
+    @staticmethod
+    def load_sampled(path: str | Path, vocab_size: int) -> Rollout:
+        """The same, to train on: what was sampled and earned, and nothing that a step has made of it since.
+
+        UserError: other rows, such as pairs; tokens beyond the vocabulary
+        """
+        rollout = Rollout.load(path)
+        absent = [name for name in ("old_logprobs", "finished", "rewards") if getattr(rollout, name) is None]
+        if absent or not len(rollout):
+            raise UserError(f"{path} holds no answers that a policy sampled, for {', '.join(absent) or 'rows'} are not "
+                            "there: write a rollout with --save-rollouts")
+        rollout.check_vocabulary(vocab_size, path)
+        return Rollout(rollout.tokens, rollout.action_mask, rollout.lengths, rollout.group, rollout.sample_ids,
+                       rollout.old_logprobs, rollout.finished, rollout.rewards, turns=rollout.turns)
+
+    def check_vocabulary(self, vocab_size: int, source: str | Path) -> None:
+        """UserError for tokens, read from `source`, that a model of this vocabulary does not know."""
+        if len(self) and (token := int(self.tokens.max())) >= vocab_size:
+            raise UserError(f"{source} has the token {token}, but the model's vocabulary only {vocab_size}: it was "
+                            "written with another tokenizer")
 
     @staticmethod
     def join(parts: Sequence[Rollout]) -> Rollout:

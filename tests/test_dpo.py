@@ -1,6 +1,7 @@
 """The DPO family: numbers worked out by hand, reference values, gradients; and the trainer as people run it."""
 
 import contextlib
+import gc
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 import typing
+import weakref
 from pathlib import Path
 
 import pytest
@@ -307,6 +309,27 @@ def test_how_the_batch_is_cut_and_when_the_reference_is_asked_change_nothing(opt
         assert_close_runs(one, other, 1e-9)
 
 
+@pytest.mark.parametrize("precompute", [False, True])
+def test_a_reference_that_was_asked_before_is_gone_when_training_begins(precompute, tmp_path, start, monkeypatch):
+    opened, log, seen, alive = train_dpo.open_reference, MetricsLogger.log, [], []
+
+    def open_and_watch(*args):
+        frozen = opened(*args)
+        with frozen() as reference:
+            seen.append(weakref.ref(reference))
+        return frozen
+
+    def log_and_look(self, step, metrics):
+        gc.collect()
+        alive.append(seen[0]() is not None)
+        log(self, step, metrics)
+
+    monkeypatch.setattr(train_dpo, "open_reference", open_and_watch)
+    monkeypatch.setattr(MetricsLogger, "log", log_and_look)
+    dpo(tmp_path, start, steps=1, precompute_ref=precompute)
+    assert alive == [not precompute] * 2
+
+
 LAYOUTS = [(2, dict(dp=2)), (2, dict(tp=2, sp=True)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=3))]
 FLOAT64 = TINY | dict(dtype="float64", steps=2, problems=40, eval_every=0, nll_coef=0.1)
 
@@ -382,7 +405,8 @@ BAD = [
     ("--loss reward --lora-rank 4", "leave --lora-rank and --qlora out"),
     ("--task jsonl --init START", "give --data FILE"),
     ("--task jsonl --init START --data nowhere.jsonl", "cannot read nowhere.jsonl"),
-    ("--pairs nowhere --init START", "no rollout at nowhere"),
+    ("--pairs nowhere --init START", "nowhere holds no pairs, for train.safetensors is not there"),
+    ("--pairs nowhere", "nowhere holds no pairs"),  # before a cold start
     ("--task jsonl --init START --pairs x", "pairs come from one of the two"),
     ("--init START --difficulty 30", r"needs \d+ tokens, but the model's context is"),
     ("--batch-sizes 4", "unknown flag --batch-sizes; did you mean --batch-size"),
@@ -392,6 +416,17 @@ BAD = [
 @pytest.mark.parametrize(("flags", "message"), BAD, ids=[flags for flags, _ in BAD])
 def test_a_bad_value_is_one_line_before_any_work(flags, message, tmp_path, start):
     assert_refused(train_dpo, flags.replace("START", start).split(), message, tmp_path / "run")
+
+
+def test_rows_that_are_no_pairs_or_of_another_tokenizer_are_refused(tmp_path, start, unbroken):
+    pairs = Rollout.load(unbroken / "pairs/train.safetensors")
+    others, alone = pairs.replace(tokens=pairs.tokens + 250), pairs.rows(torch.arange(0, len(pairs), 2))
+    for name, rows, message in (("others", others, r"has the token \d+, but the model's vocabulary only 258"),
+                                ("alone", alone, "holds rows that are no pairs")):
+        for part in ("train", "eval"):
+            rows.save(tmp_path / name / f"{part}.safetensors")
+        for init in ([], ["--init", start]):
+            assert_refused(train_dpo, ["--pairs", str(tmp_path / name), *init], message, tmp_path / "run")
 
 
 BAD_ROWS = [

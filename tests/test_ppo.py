@@ -1,6 +1,7 @@
 """PPO: the critic and its states, the losses by option, and the trainer in all its forms."""
 
 import random
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_trainers import (
+from test_trainers import (  # noqa: F401  (a fixture)
     SFT,
     TINY,
     KillAt,
@@ -17,6 +18,7 @@ from test_trainers import (
     assert_same_run,
     carry_out,
     numbers,
+    signals_return,
     steps_in,
     text_of,
     train,
@@ -46,14 +48,6 @@ SHAPE = ModelConfig(258, 16, 24, 2, 2, max_position_embeddings=64)
 PPO = TINY | dict(steps=4, prompts_per_step=32, minibatches=2, lr=3e-3, critic_lr=3e-3, schedule="constant",
                   warmup_steps=0, keep=1, save_every=2, eval_every=0)
 T, F = True, False
-
-
-@pytest.fixture(autouse=True)
-def signals_return():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +129,8 @@ def test_a_head_on_the_policy_gives_values_beside_log_probs_and_shapes_the_layer
         forward_backward(model, [rows], lambda out, mb, which=which: loss_fn(out, mb, which), Mesh())
         gradients[which] = model.layers[0].mlp.up_proj.weight.grad.clone(), model.value_head.weight.grad.clone()
         model.zero_grad()
-    torch.testing.assert_close(found["both"].logprobs, plain, rtol=1e-12, atol=1e-12)
+    mask = rows.action_mask
+    torch.testing.assert_close(found["both"].logprobs[mask], plain[mask], rtol=1e-12, atol=1e-12)
     assert found["both"].values.shape == (2, 5)
     assert torch.equal(gradients["both"][0], gradients["policy"][0]) == (kind == "detached")
     assert gradients["both"][1].any() and not gradients["policy"][1].any()
@@ -377,8 +372,17 @@ def test_a_reward_model_that_learns_too_is_part_of_the_run(tmp_path, start, rewa
 
 
 def test_a_language_model_cannot_pay(tmp_path, start):
-    flags = ["--init", str(start), "--difficulty", "1", "--reward-model", str(start)]
-    assert_refused(train_ppo, flags, "is a language model, which gives no score", tmp_path / "run")
+    flags = ["--difficulty", "1", "--reward-model", str(start)]
+    for init in (["--init", str(start)], []):
+        assert_refused(train_ppo, [*flags, *init], "is a language model, which gives no score", tmp_path / "run")
+
+
+@pytest.mark.parametrize("flag", ["--reward-model", "--critic-init"])
+def test_a_folder_that_cannot_be_used_is_known_before_a_cold_start(flag, tmp_path, reward_model):
+    shutil.copytree(reward_model, tmp_path / "empty")
+    (tmp_path / "empty/model.safetensors").unlink()
+    for folder, message in {"nowhere": "model folder .*nowhere does not exist", "empty": "holds no weights"}.items():
+        assert_refused(train_ppo, [flag, str(tmp_path / folder)], message, tmp_path / "run")
 
 
 BAD = [

@@ -22,16 +22,21 @@ from ranks import run_ranks, start
 from safetensors.torch import load_file, save_file
 
 import minirl.evaluate
-import minirl.options
+import minirl.start
 import train_dpo
 import train_grpo
 import train_ppo
 import train_sft
-from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model
+from minirl.adapters import save_adapter
+from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_model
 from minirl.config import cli, field_comments, run
+from minirl.env import make_env
+from minirl.env.loop import demonstrate
+from minirl.lora import add_lora
 from minirl.metrics import MetricsLogger, read_metrics
+from minirl.reward_model import reward_model_of
 from minirl.rollout import Rollout
-from minirl.tokenizer import load_tokenizer
+from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 dist = pytest.mark.dist
 REPO = Path(__file__).resolve().parents[1]
@@ -226,6 +231,37 @@ def test_a_checkpoint_without_weights_or_with_a_wrong_shape_is_refused(name, tmp
     assert_refused(TRAINERS[name], ["--init", str(folder), "--difficulty", "1"], "holds no weights", tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_model_that_writes_no_words_is_no_policy(name, tmp_path, sft_run):
+    """A reward model, or the critic of a run, in the place of the policy; also as the base of an adapter."""
+    folder = tmp_path / "reward_model"
+    model = reward_model_of(load_model(sft_run / "step_60"), torch.Generator().manual_seed(0))
+    save_model(model, folder, load_tokenizer(sft_run / "step_60"))
+    add_lora(model, rank=2, base_model=str(folder))
+    save_adapter(model, tmp_path / "adapter")
+    for init in (folder, tmp_path / "adapter"):
+        assert_refused(TRAINERS[name], ["--init", str(init), "--difficulty", "1"],
+                       f"error: {init} is a reward model or a critic, which gives scores and no words",
+                       tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["train_grpo", "train_ppo"])
+def test_only_what_a_policy_sampled_can_be_replayed_and_that_is_known_before_a_cold_start(name, tmp_path, sft_run):
+    env = make_env("addition", difficulty=1)
+    rows = demonstrate(ByteTokenizer(), env, env.sample(4))
+    rows.save(tmp_path / "expert.safetensors")
+    rows.replace(tokens=rows.tokens + 250, old_logprobs=torch.zeros(rows.action_mask.shape), rewards=torch.ones(4),
+                 finished=torch.ones(4).bool()).save(tmp_path / "words.safetensors")
+    save_file({"tokens": rows.tokens, "action_mask": rows.action_mask, "lengths": rows.lengths},
+              tmp_path / "others.safetensors")
+    for file, message in {"expert": "holds no answers that a policy sampled, for old_logprobs, finished, rewards",
+                          "words": r"has the token \d+, but the model's vocabulary only 258",
+                          "others": r"holds no rollout but \['action_mask', 'lengths', 'tokens'\]"}.items():
+        for init in ([], ["--init", str(sft_run / "step_60")]):
+            assert_refused(TRAINERS[name], ["--replay", str(tmp_path / f"{file}.safetensors"), *init], message,
+                           tmp_path / "run")
+
+
 def flags_of(config) -> list[str]:
     values = dataclasses.asdict(config)
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if not isinstance(value, bool)]
@@ -348,8 +384,7 @@ def test_the_config_of_the_run_is_saved(grpo_run, sft_run):
 @pytest.mark.parametrize(("kl_coef", "loads"), [(0.0, 1), (0.1, 2)])
 def test_the_reference_is_loaded_only_for_a_kl_term(kl_coef, loads, tmp_path, sft_run, monkeypatch):
     opened = []
-    for module in (train_grpo, minirl.options):
-        monkeypatch.setattr(module, "open_policy", lambda *args: opened.append(args) or load_model(*args[:3]))
+    monkeypatch.setattr(minirl.start, "open_policy", lambda *args: opened.append(args) or load_model(*args[:3]))
     grpo(tmp_path / "run", sft_run, **GRPO | dict(steps=1, kl_coef=kl_coef))
     assert len(opened) == loads
     assert ("kl_ref" in numbers(tmp_path / "run")[1]) == (loads == 2)

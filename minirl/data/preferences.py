@@ -18,15 +18,17 @@ said is in `action_mask`, and `rewards` hold the scores, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirl.config import UserError
+from minirl.config import UserError, check_not_negative, check_positive
 from minirl.data.dataset import collate
 from minirl.data.jsonl import read_jsonl
 from minirl.data.sft import Row, encode_row
@@ -34,12 +36,46 @@ from minirl.env.base import Env, counter_random
 from minirl.env.loop import collect
 from minirl.jinja_templates import template_for
 from minirl.model import Transformer
-from minirl.pairs import rows_of
+from minirl.pairs import rows_of, with_reference
 from minirl.parallel.context import gather_rollouts
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Of train_dpo.py."""
+
+    # pairs
+    task: str = "addition"  # a task of train_grpo.py: pairs are sampled; jsonl: they are the rows of --data
+    data: str = ""  # gsm8k: JSONL of {"question", "answer"}; jsonl: of prompt, chosen and rejected, or the last two
+    eval_data: str = ""  # JSONL file of held-out rows; empty: a tenth of --data
+    template: str = "auto"  # chat template of messages; auto: the model's own
+    drop_long_rows: bool = False  # leave out problems or pairs that do not fit the model's context
+    difficulty: int = 2  # digits of an operand
+    problems: int = 8192  # problems that the first model answers
+    eval_problems: int = 500  # held-out problems that it answers; and, greedily, the trained one
+    samples: int = 8  # answers to each; the best and the worst are a pair
+    pairs_per_problem: int = 1  # most pairs of a problem: the best answer with so many of the worst
+    temperature: float = 1.0  # of these answers
+    max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
+    max_rows: int = 4096  # rows decoded at once
+    pairs: str = ""  # folder of pairs that another run has sampled (runs/dpo/pairs), in place of all that
+    flip_labels: float = 0.0  # share of pairs whose two answers are exchanged, to see what a loss makes of it
+
+
+def check_pairs(config: PairOptions) -> None:
+    """UserError for an option that cannot be."""
+    check_positive(config, "problems", "eval_problems", "pairs_per_problem", "temperature", "max_rows")
+    check_not_negative(config, "max_new_tokens", "flip_labels")
+    if config.samples < 2:
+        raise UserError(f"--samples {config.samples}: a pair is made of two answers, so take at least 2")
+    if config.flip_labels > 1:
+        raise UserError(f"--flip-labels is {config.flip_labels}: a share lies between 0 and 1")
+    if config.pairs and config.task == "jsonl":
+        raise UserError(f"--pairs {config.pairs} and --task jsonl: pairs come from one of the two")
 
 
 class Pair(NamedTuple):
@@ -130,6 +166,16 @@ def stack(pairs: Sequence[Pair], pad_id: int) -> Rollout:
 
 # ---- from an environment ----
 
+def sample_preferences(policy: Transformer, tokenizer: Tokenizer, env: Env, config: PairOptions, seed: int,
+                       mesh: Mesh) -> Preferences:
+    """What the policy's answers to problems of both splits give, for a run of train_dpo.py."""
+    parts = [sample_pairs(policy, tokenizer, env, problems, config.samples, config.pairs_per_problem, split, mesh,
+                          max_new_tokens=config.max_new_tokens or env.max_new_tokens, temperature=config.temperature,
+                          max_rows=config.max_rows, seed=seed)
+             for split, problems in (("train", config.problems), ("eval", config.eval_problems))]
+    return Preferences(*parts, tokenizer.pad_id, seed)
+
+
 def sample_pairs(policy: Transformer, tokenizer: Tokenizer, env: Env, problems: int, samples: int, most: int,
                  split: str, mesh: Mesh, **sampling: Any) -> Rollout:
     """`samples` answers to each of the split's first `problems`, made into at most `most` pairs each.
@@ -187,10 +233,18 @@ class Preferences:
         self._order = lru_cache(2)(self._epoch)  # a batch may reach into the next epoch
 
     @staticmethod
-    def load(folder: str | Path, pad_id: int, seed: int = 0) -> Preferences:
-        """What `save` wrote."""
-        return Preferences(*(Rollout.load(Path(folder) / f"{name}.safetensors") for name in ("train", "eval")), pad_id,
-                           seed)
+    def load(folder: str | Path, tokenizer: Tokenizer, seed: int = 0) -> Preferences:
+        """What `save` wrote. UserError: something else, or with another tokenizer."""
+        parts = []
+        for file in (Path(folder) / f"{name}.safetensors" for name in ("train", "eval")):
+            if not file.is_file():
+                raise UserError(f"{folder} holds no pairs, for {file.name} is not there: give the folder pairs of a "
+                                "run of train_dpo.py")
+            parts.append(Rollout.load(file))
+            if len(parts[-1]) % 2 or not torch.equal(parts[-1].group[0::2], parts[-1].group[1::2]):
+                raise UserError(f"{file} holds rows that are no pairs: give the folder pairs of a run of train_dpo.py")
+            parts[-1].check_vocabulary(tokenizer.vocab_size, file)
+        return Preferences(*parts, tokenizer.pad_id, seed)
 
     def save(self, folder: str | Path) -> None:
         for name, pairs in (("train", self.train), ("eval", self.held_out)):
@@ -231,8 +285,29 @@ class Preferences:
         places = (divmod(index, self.size()) for index in range(first, first + count))
         return torch.tensor([self._order(epoch)[place] for epoch, place in places], dtype=torch.int64)
 
+    def batch(self, numbers: Tensor) -> Rollout:
+        """Both rows of each of these pairs to learn."""
+        return self.train.rows(rows_of(numbers))
+
     def _epoch(self, epoch: int) -> list[int]:
         return counter_random(self.seed, "epoch", epoch).sample(range(self.size()), self.size())
+
+
+# ---- what a frozen reference says about them ----
+
+def ask_reference(frozen: Callable[[], AbstractContextManager[Transformer | None]], data: Preferences, config: Any,
+                  context: int, mesh: Mesh) -> tuple[Preferences, Rollout | None]:
+    """(the pairs held out with ref_logprobs, and with --precompute-ref those to learn; KTO's `mismatched` rows).
+
+    frozen : opens the reference, as a context; None in it is a uniform one, which can say all at once
+    """
+    with frozen() as reference:  # here, so that no name holds on to its memory
+        ask = partial(with_reference, reference, microbatch_size=2 * config.microbatch_size, mesh=mesh)
+        data = data.replace(held_out=ask(data.held_out))
+        others = ask(mismatched(data.train, data.pad_id, context)) if config.loss == "kto" else None
+        if config.precompute_ref or reference is None:
+            data = data.replace(train=ask(data.train))
+    return data, others
 
 
 def mismatched(pairs: Rollout, pad_id: int, context: int) -> Rollout:

@@ -17,6 +17,7 @@ from minirl.env.loop import collect
 from minirl.generate import uniform
 from minirl.model import Transformer
 from minirl.parallel.context import gather_rollouts
+from minirl.parallel.data import share_of
 from minirl.parallel.mesh import Mesh
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
@@ -48,6 +49,11 @@ def collect_step(policy: Transformer, tokenizer: Tokenizer, env: Env, number: in
             break
     mine = torch.isin(whole.group, chosen[share.start : share.stop])
     return whole.rows(mine.nonzero()[:, 0]).to(mesh.device)
+
+
+def replayed(path: str, tokenizer: Tokenizer, mesh: Mesh) -> Rollout | None:
+    """This replica's share of a saved rollout that stands for those of every step; None: no path, they are sampled."""
+    return share_of(Rollout.load_sampled(path, tokenizer.vocab_size), mesh).to(mesh.device) if path else None
 
 
 def choose_groups(rewards: Tensor, group: Tensor, count: int) -> tuple[Tensor, bool]:
