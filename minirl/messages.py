@@ -80,7 +80,9 @@ def check_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
 def to_json(value: Any, what: str = "a value", indent: int | None = None) -> str:
     """JSON as the templates of transformers write it: characters as they are, a space behind comma and colon."""
     try:
-        return json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+        text.encode()  # half of a surrogate pair is no character: no file could hold it
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{what} is no JSON: {error}") from None
 

@@ -85,9 +85,14 @@ def _schema(schema: Any, depth: int = 0) -> dict[str, Any]:
             raise RowError("type of another language", f"the type {kind!r:.60} is none of Python's categories")
         if TYPES[kind]:
             schema = {"type": TYPES[kind]} | schema
-    if isinstance(schema.get("properties"), dict):
+    required = schema.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise RowError("bad function", f"required is {required!r:.60}, not a list of names")
+    if schema.get("properties") is not None:
+        if not isinstance(schema["properties"], dict):
+            raise RowError("bad function", f"properties are {schema['properties']!r:.60}, not an object")
         schema["properties"] = {name: _schema(inner, depth + 1) for name, inner in schema["properties"].items()}
-    if isinstance(schema.get("items"), dict):
+    if schema.get("items") is not None:
         schema["items"] = _schema(schema["items"], depth + 1)
     return schema
 

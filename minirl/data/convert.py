@@ -86,7 +86,10 @@ def _check(row: dict[str, Any], prompts: bool) -> None:
             raise RowError("no answer", "a task without an answer: nothing to learn; --prompts writes it for a teacher")
         check_messages(row["prompt"]), check_tools(row["tools"])
         return
-    check_trajectory(messages_of(row), row.get("tools"))
+    messages = messages_of(row)
+    check_trajectory(messages, row.get("tools"))
+    if messages[0]["role"] == "assistant":
+        raise RowError("format", "the assistant has the first word: there is no task before it")
     to_json(row)  # what JSON cannot hold (NaN) is found here, and not when all is to be written
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from minirl.data.trajectories import RowError
 from minirl.env.calculator import CalculatorError, calculate
 from minirl.env.gsm8k_calc import ANNOTATION
-from minirl.rewards import parse_number
+from minirl.rewards import extract_answer, parse_number
 
 CALCULATOR = {"type": "function", "function": {
     "name": "calculator", "description": "The value of an arithmetic expression.",
@@ -30,7 +30,7 @@ def convert_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not question.strip() or not isinstance(answer, str):
         raise RowError("no question", "the row has no text under question, or none under answer")
-    if not re.search(r"\n#### \S+\s*$", answer):
+    if not re.search(r"\n#### \S+\s*$", answer) or extract_answer(answer) is None:
         raise RowError("no answer", f'the answer ends {answer[-30:]!r}, not in "#### NUMBER"')
     pieces = ANNOTATION.split(answer)  # text, expression, result, text, expression, result, ..., text
     if "<<" in "".join(pieces[::3]):
@@ -49,12 +49,13 @@ def _check(expression: str, result: str) -> str:
     try:
         value = calculate(expression)
     except CalculatorError as error:
-        raise RowError("not arithmetic", f"<<{expression}={result}>>: {error}") from None
+        raise RowError("not arithmetic", f"<<{expression:.60}={result:.60}>>: {error}") from None
     exact, given = parse_number(value), parse_number(result)
     digits = len(result.strip().partition(".")[2])
     unit = Fraction(1, 10**digits) if digits else 0  # 1/3=0.33 is right, 10/3=3 is not
     if exact is None or given is None or (exact != given and abs(exact - given) >= unit):
-        raise RowError("wrong calculation", f"<<{expression}={result}>>: the calculator gives {value}")
+        raise RowError("wrong calculation", f"<<{expression:.60}={result:.60}>>: the calculator gives "
+                                             f"{value:.60}")
     return value
 
 

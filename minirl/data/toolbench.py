@@ -168,7 +168,7 @@ def convert_processed(row: dict[str, Any]) -> dict[str, Any]:
     tools: list[dict[str, Any]] = []
     for i, turn in enumerate(turns):
         role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise RowError("unknown role", f"turn {i} is from {role!r:.40}: {', '.join(ROLES)}")
         if not isinstance(text, str):
             raise RowError("no text", f"turn {i} ({role}) has the value {text!r:.60}, not a text")
@@ -246,11 +246,14 @@ def _api(api: Any) -> dict[str, Any]:
         raise RowError("bad functions", f"an api is {api!r:.80}, without api_name and tool_name")
     properties, required = {}, []
     for key in ("required_parameters", "optional_parameters"):
-        for parameter in api.get(key) or []:
+        listed = api.get(key) or []
+        if not isinstance(listed, list):
+            raise RowError("bad functions", f"{key} of {api['api_name']!r:.60} is {listed!r:.60}, not a list")
+        for parameter in listed:
             if not isinstance(parameter, dict) or not isinstance(parameter.get("name"), str):
                 raise RowError("bad functions", f"a parameter of {api['api_name']!r:.60} has no name")
             name = _identifier(parameter["name"])
-            kind = {"NUMBER": "integer", "BOOLEAN": "boolean"}.get(parameter.get("type"), "string")
+            kind = {"NUMBER": "integer", "BOOLEAN": "boolean"}.get(str(parameter.get("type")), "string")
             properties[name] = {"type": kind, "description": str(parameter.get("description") or "")[:256]}
             required += [name] if key == "required_parameters" else []
     name = f"{_identifier(api['api_name'])}_for_{_words(api['tool_name'])}"[-64:]

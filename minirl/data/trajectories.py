@@ -101,16 +101,17 @@ def schema_errors(value: Any, schema: Any, where: str = "arguments", depth: int 
     if not isinstance(schema, dict) or depth > 50:
         return []
     kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds] if isinstance(kinds, str) else []
+    kinds = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
     if kinds and not any(_is(value, kind) for kind in kinds):
-        return [f"{where} is {value!r:.60}, not of type {' or '.join(map(str, kinds))}"]
+        return [f"{where} is {value!r:.60}, not of type {' or '.join(kinds)}"]
     if isinstance(schema.get("enum"), list) and value not in schema["enum"]:
         return [f"{where} is {value!r:.60}, which is none of {schema['enum']!r:.100}"]
     errors: list[str] = []
     properties = schema.get("properties")
     if isinstance(value, dict) and isinstance(properties, dict):
         required = schema.get("required")
-        missing = [name for name in required if name not in value] if isinstance(required, list) else []
+        missing = [name for name in (required if isinstance(required, list) else [])
+                   if isinstance(name, str) and name not in value]
         errors += [f"{where} lacks {name!r:.60}" for name in missing]
         for name, inner in value.items():
             if name in properties:
