@@ -15,16 +15,15 @@ agent to recover from. A task is solved where
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minirl.adapters import open_policy, tokenizer_folder
 from minirl.agent_metrics import SIGNALS, Attempt, calls_of, matched, measure, side_by_side, signals
 from minirl.chat import ToolCallError, action_text, parse_tool_calls, render, reply, turn_ends
-from minirl.config import UserError, write_text
+from minirl.config import UserError, check_not_negative, check_positive, run, write_text
 from minirl.data.augment import messages_of
 from minirl.data.bfcl import ast_error, same_value
 from minirl.data.failures import preference_pairs
@@ -40,6 +39,30 @@ from minirl.parallel import pick_dtype
 from minirl.parallel.mesh import pick_device
 from minirl.rewards import gsm8k_reward
 from minirl.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Config:
+    folders: tuple[str, ...]  # models, of one SFT run oldest first
+    data: str = ""  # file of minirl.data.convert, rows that were not learnt
+    rows: int = 100  # tasks, the first of the file that fit the context
+    samples: int = 1  # attempts at each task
+    temperature: float | None = None  # of the sampling; none: 0 for one sample, 0.7 for more
+    template: str = "auto"  # chat template; auto: the model's own, or plain
+    max_new_tokens: int = 256  # longest attempt, all turns together
+    max_turns: int = 8  # turns of the assistant
+    price_read: float = 0.0  # price of a million tokens that are given
+    price_written: float = 0.0  # price of a million tokens that are chosen
+    pairs: str = ""  # write preference pairs of the last model's failures to this file
+    seed: int = 0  # of the samples
+    device: str = "auto"  # cuda, mps or cpu; auto takes the first there is
+    dtype: str = "auto"  # float32, float64 or bfloat16; auto is bfloat16 where the hardware has it
+
+    def __post_init__(self):
+        check_positive(self, "rows", "samples", "max_new_tokens", "max_turns")
+        check_not_negative(self, "price_read", "price_written")
+        if not self.data:
+            raise UserError("--data is missing: give a file of minirl.data.convert")
 
 
 class Play:
@@ -158,54 +181,31 @@ def tasks_of(path: str, count: int, tokenizer: Tokenizer, template: str, room: i
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: every model on every row, the reports side by side."""
-    parser = argparse.ArgumentParser(prog="python -m minirl.agent_eval", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="models, of one SFT run oldest first")
-    parser.add_argument("--data", required=True, help="file of minirl.data.convert, rows that were not learnt")
-    parser.add_argument("--rows", type=int, default=100, help="tasks, the first of the file that fit the context")
-    parser.add_argument("--samples", type=int, default=1, help="attempts at each task")
-    parser.add_argument("--temperature", type=float, help="of the sampling (default: 0 for one sample, 0.7 for more)")
-    parser.add_argument("--template", default="auto", help="chat template; auto: the model's own, or plain")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest attempt, all turns together")
-    parser.add_argument("--max-turns", type=int, default=8, help="turns of the assistant")
-    parser.add_argument("--price-read", type=float, default=0.0, help="price of a million tokens that are given")
-    parser.add_argument("--price-written", type=float, default=0.0, help="price of a million tokens that are chosen")
-    parser.add_argument("--pairs", help="write preference pairs of the last model's failures to this file")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    options = parser.parse_args(argv)
-    if options.samples < 1 or options.rows < 1:
-        raise UserError("--samples and --rows must be above 0")
-    temperature = options.temperature if options.temperature is not None else 0.7 if options.samples > 1 else 0.0
-    device = pick_device(options.device)
+def main(config: Config) -> None:
+    """Every model on every row, the reports side by side."""
+    temperature = config.temperature if config.temperature is not None else 0.7 if config.samples > 1 else 0.0
+    device = pick_device(config.device)
     reports, attempts = {}, []
-    for folder in options.folders:
-        policy = open_policy(folder, pick_dtype(options.dtype, device), device)
+    for folder in config.folders:
+        policy = open_policy(folder, pick_dtype(config.dtype, device), device)
         tokenizer = load_tokenizer(tokenizer_folder(folder))
-        template = template_for(tokenizer, options.template)
-        rows = tasks_of(options.data, options.rows, tokenizer, template, policy.config.context - options.max_new_tokens)
-        attempts = play(policy, tokenizer, template, rows, options.samples, temperature, options.max_new_tokens,
-                        options.max_turns, options.seed)
+        template = template_for(tokenizer, config.template)
+        rows = tasks_of(config.data, config.rows, tokenizer, template, policy.config.context - config.max_new_tokens)
+        attempts = play(policy, tokenizer, template, rows, config.samples, temperature, config.max_new_tokens,
+                        config.max_turns, config.seed)
         name = "/".join(Path(folder).parts[-2:])
-        reports[name] = measure(attempts, 0, options.price_read, options.price_written)
-    print(f"{len(rows)} tasks of {options.data}, {options.samples} attempts each")
+        reports[name] = measure(attempts, 0, config.price_read, config.price_written)
+    print(f"{len(rows)} tasks of {config.data}, {config.samples} attempts each")
     print(side_by_side(reports))
     print("\nfrom SFT to RL, the last model:")
     measured = signals(attempts, [each["success"] for each in reports.values()])
     print(report(checklist(measured, SIGNALS)))
-    if options.pairs:
+    if config.pairs:
         pairs = preference_pairs([{"task": each.task, "messages": each.messages, "tools": each.tools,
                                    "correct": each.correct} for each in attempts])
-        write_text(options.pairs, "".join(to_json(pair) + "\n" for pair in pairs))
-        print(f"wrote {len(pairs)} pairs to {options.pairs}")
+        write_text(config.pairs, "".join(to_json(pair) + "\n" for pair in pairs))
+        print(f"wrote {len(pairs)} pairs to {config.pairs}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+    run(main, Config, __doc__)

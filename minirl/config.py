@@ -61,7 +61,8 @@ def cli(config_class: type[T], argv: Sequence[str] | None = None, description: s
     """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
 
     A field without a default is given by its place, before or after the flags: `minirl.evaluate FOLDER --task T`.
-    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`). An unknown flag
+    Fields are int, float, str, bool, Literal[...], or one of these `| None` (written `none`); one that is given by its
+    place may be tuple[str, ...], at least one word. An unknown flag
     is refused with the nearest one there is, and never completed: `--group` is not `--group-size`.
     A ValueError raised by `__post_init__` is reported like a wrong flag: one line, exit code 2.
     """
@@ -94,7 +95,8 @@ def cli(config_class: type[T], argv: Sequence[str] | None = None, description: s
         near = difflib.get_close_matches(name, parser._option_string_actions, n=1)
         _fail(f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists them all"))
     try:
-        return config_class(**vars(values))
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
+        return config_class(**given)
     except ValueError as error:
         _fail(str(error))
 
@@ -241,6 +243,8 @@ def _unpack(hint: Any) -> tuple[type, tuple | None, bool]:
 
 def _argument(hint: Any) -> dict[str, Any]:
     """The part of `add_argument` that depends on a field's type."""
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+"}
     kind, choices, optional = _unpack(hint)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

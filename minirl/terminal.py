@@ -3,6 +3,7 @@
     python -m minirl.chat FOLDER                                    a conversation, until Ctrl-D
     python -m minirl.chat FOLDER --message "What is 2+3?"           one answer, for scripts
     python -m minirl.chat FOLDER --adapter runs/lora/step_200       with a LoRA adapter on the model
+    python -m minirl.chat FOLDER --calculator                       a model of the task gsm8k_calc, and its tool
 
 The answer appears as it is sampled. The conversation is one row of tokens that only grows, exactly like a row of a
 multi-turn rollout, so its cache is kept and the model reads every token once. A model without a chat template is a
@@ -20,6 +21,7 @@ import torch
 from minirl.adapters import load_adapter, open_policy, tokenizer_folder
 from minirl.chat import render, reply, template_of, turn_ends
 from minirl.config import UserError, check_positive, run
+from minirl.env.gsm8k_calc import CLOSE, answer_call
 from minirl.env.loop import prompt_tokens
 from minirl.generate import check_options, sample, uniform
 from minirl.model import KVCache, Transformer
@@ -37,6 +39,7 @@ class Config:
     system: str = ""  # system prompt
     message: str | None = None  # say this, print the answer and leave; none: a conversation
     enable_thinking: bool = True  # Qwen3: think before answering
+    calculator: bool = False  # calculate what the model writes as <calc>12+7</calc>, and tell it: see env/gsm8k_calc.py
     # sampling
     temperature: float = 0.7  # 0: always the likeliest token
     top_k: int = 0  # choose among the so many likeliest tokens; 0: all
@@ -72,8 +75,10 @@ class Row:
         if len(self.tokens) >= context:
             raise UserError(f"the conversation has {len(self.tokens)} tokens, and the model's context holds {context}: "
                             "begin a new one")
-        for _ in range(min(config.max_new_tokens, context - len(self.tokens))):
-            length = len(self.tokens)
+        for _ in range(config.max_new_tokens):
+            length = len(self.tokens)  # of which some may be a tool's
+            if length >= context:
+                return
             if length > self.cache.keys[0].shape[2]:
                 self.cache = self.cache.resize(2 * length)
             new = torch.tensor([self.tokens[self.seen:]], device=self.device)  # (1, T)
@@ -102,9 +107,15 @@ class Conversation:
         Without a template, how the text goes on: each text by itself.
         """
         self.hear(text)
-        decoder = StreamDecoder(self.tokenizer)
+        decoder, action = StreamDecoder(self.tokenizer), ""
         for token in self.row.sample(self.ends, self.config):
-            yield decoder.push(token)
+            piece = decoder.push(token)
+            yield piece
+            action += piece
+            if self.config.calculator and action.endswith(CLOSE + "\n"):
+                result, action = answer_call(action)[0], ""
+                self.row.tokens += self.tokenizer.encode(result, continued=True)
+                yield result
         yield decoder.finish()
 
     def hear(self, text: str) -> None:
@@ -165,4 +176,4 @@ def lines() -> Iterator[str]:
 
 def command() -> None:
     """The command line."""
-    run(main, Config, "\n".join(__doc__.splitlines()[:5]))
+    run(main, Config, "\n".join(__doc__.splitlines()[:6]))

@@ -3,12 +3,13 @@
 import copy
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from minirl.config import UserError
+from minirl.config import UserError, cli
 from minirl.data import convert
 from minirl.data.apibench import read_instruction
 from minirl.data.augment import recovery_row, shuffle_tools
@@ -49,7 +50,7 @@ GOOD = [user("2+3?"), said(None, ("add", {"a": 2, "b": 3})), result("5"), said("
 
 
 def run(capsys, *argv):
-    convert.main([str(word) for word in argv])
+    convert.main(cli(convert.Config, [str(word) for word in argv]))
     return capsys.readouterr().out
 
 
@@ -177,6 +178,50 @@ def test_possible_answers_score_one_and_mutated_ones_fail(shared):
                                  for c in calls]
                         assert ast_error(other, functions, answers) is None
     assert tried > 1000
+
+
+def test_types_spelling_order_and_optional_arguments_of_the_real_rows(shared):
+    tried = Counter()
+    for functions, answers, calls in bfcl(shared):
+        def score(argument, value, functions=functions, answers=answers, calls=calls):
+            made = copy.deepcopy(calls)
+            made[0]["arguments"][argument] = value
+            return ast_score(made, functions, answers)
+
+        declared = next(each for each in functions if each["name"] == calls[0]["name"])["parameters"]["properties"]
+        accepted = answers[0][calls[0]["name"]]
+        for argument, values in accepted.items():
+            kind, value = declared[argument]["type"], next((value for value in values if value != ""), None)
+            where = (functions, answers, argument, value)
+            if "" in values and value is not None:
+                tried["optional"] += 1
+                assert score(argument, value) == 1 and score(argument, {"zz": 1}) == 0, where
+            if kind == "integer" and type(value) is int:
+                tried["integer"] += 1
+                assert score(argument, float(value)) == 0 and score(argument, bool(value)) == 0, where
+            if kind == "float" and value is not None and float(value).is_integer():
+                tried["float"] += 1
+                assert score(argument, int(value)) == score(argument, float(value)) == 1, where
+            if kind == "string" and isinstance(value, str) and value:
+                tried["string"] += 1
+                assert score(argument, f" {value.upper()}._-/*^,") == 1 and score(argument, value + "q") == 0, where
+            if isinstance(value, list) and value[::-1] not in values:
+                tried["order"] += 1
+                assert score(argument, value[::-1]) == 0 and score(argument, [*value, value[0]]) == 0, where
+            if isinstance(value, dict):
+                tried["object"] += 1
+                plain = {key: inner[0] for key, inner in value.items()}
+                first = next(key for key, inner in value.items() if "" not in inner)
+                assert score(argument, plain) == 1 and score(argument, plain | {"zz": 1}) == 0, where
+                assert score(argument, {key: inner for key, inner in plain.items() if key != first}) == 0, where
+    assert all(tried[name] >= least for name, least in (("optional", 60), ("integer", 60), ("float", 5),
+                                                         ("string", 100), ("order", 5), ("object", 2))), tried
+
+
+def test_no_call_is_the_only_answer_where_nothing_fits(shared):
+    for _, row in each_row(shared / "data/bfcl/BFCL_v4_irrelevance.json"):
+        assert ast_score([], row["function"], []) == 1
+        assert ast_score([{"name": row["function"][0]["name"], "arguments": {}}], row["function"], []) == 0
 
 
 def rename(calls, rng):
@@ -456,6 +501,11 @@ def test_gsm8k_annotations_become_calculator_calls(tmp_path, capsys):
     row = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
     assert learnt(hard) == f"48/2 = \n{row % '48/2'}24 clips.\n1/3 is $\n{row % '1/3'}0.33.\n#### 24"
     assert "1 rows" not in run(capsys, "gsm8k", path, out, "--max-steps", 1) and len(read(out)) == 1
+    run(capsys, "gsm8k", path, out, "--text")
+    assert [row["text"] for row in read(out)] == [
+        "Question: q\nAnswer: 48/2 = 24 clips.\n1/3 is $0.33.\n#### 24", "Question: q\nAnswer: Seven.\n#### 7"]
+    with pytest.raises(SystemExit):
+        run(capsys, "bfcl", path, out, "--text")
 
 
 # ------------------------------------------------------------------ trajectories

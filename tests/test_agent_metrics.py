@@ -24,7 +24,7 @@ from minirl.agent_metrics import (
     signals,
 )
 from minirl.checkpoint import save_model
-from minirl.config import UserError
+from minirl.config import UserError, cli
 from minirl.graduate import checklist, is_ready
 
 CALL = ("add", {"a": 2, "b": 3})
@@ -207,10 +207,12 @@ def test_a_model_plays_and_the_command_reports(tmp_path, capsys):
     save_model(policy, tmp_path / "model", BYTES)
     data, pairs = tmp_path / "rows.jsonl", tmp_path / "pairs.jsonl"
     data.write_text(json.dumps(ROW) + "\n")
-    agent_eval.main([str(tmp_path / "model"), "--data", str(data), "--samples", "2", "--max-new-tokens", "8",
-                     "--device", "cpu", "--pairs", str(pairs)])
+    agent_eval.main(cli(agent_eval.Config, [str(tmp_path / "model"), "--data", str(data), "--samples", "2",
+                                            "--max-new-tokens", "8", "--device", "cpu", "--pairs", str(pairs)]))
     printed = capsys.readouterr().out
     assert "pass^2" in printed and "from SFT to RL" in printed and "wrote 0 pairs" in printed
     data.write_text('{"text": "x"}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: no messages"):
-        agent_eval.main([str(tmp_path / "model"), "--data", str(data), "--device", "cpu"])
+        agent_eval.main(agent_eval.Config((str(tmp_path / "model"),), str(data), device="cpu"))
+    with pytest.raises(UserError, match="--data is missing"):
+        agent_eval.Config(("model",))

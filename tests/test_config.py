@@ -55,6 +55,23 @@ def refusal(capsys, *argv):
     return err
 
 
+@dataclass(frozen=True)
+class Files:
+    kind: Literal["a", "b"]  # which
+    files: tuple[str, ...]  # what to read
+    out: str  # what to write
+    twice: bool = False  # do it again
+
+
+def test_what_has_no_default_is_given_by_its_place(capsys):
+    assert cli(Files, ["a", "x", "y", "z", "--twice"]) == Files("a", ("x", "y"), "z", True)
+    assert cli(Files, ["--twice", "b", "x", "y"]) == Files("b", ("x",), "y", True)
+    for argv in (["a", "x"], ["c", "x", "y"]):
+        with pytest.raises(SystemExit):
+            cli(Files, argv)
+    assert "required: OUT" in capsys.readouterr().err
+
+
 def test_without_flags_the_config_has_its_defaults():
     assert cli(Config, []) == Config()
 

@@ -1,6 +1,7 @@
 """GSM8K with a calculator, and word problems in its format."""
 
 import json
+import re
 from random import Random
 
 import pytest
@@ -72,8 +73,8 @@ def test_rows_that_the_calculator_cannot_follow_are_left_out(tmp_path):
 
 
 def test_word_problems_are_right_and_in_the_format(tmp_path, capsys):
-    word_problems.main([str(tmp_path / "a.jsonl"), "--rows", "300", "--steps", "3"])
-    word_problems.main([str(tmp_path / "b.jsonl"), "--rows", "300", "--steps", "3", "--seed", "1"])
+    word_problems.main(word_problems.Config(str(tmp_path / "a.jsonl"), rows=300, steps=3))
+    word_problems.main(word_problems.Config(str(tmp_path / "b.jsonl"), rows=300, steps=3, seed=1))
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert rows != [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     steps = [convert_gsm8k(row)["steps"] for row in rows]  # which does every calculation anew
@@ -85,4 +86,9 @@ def test_word_problems_are_right_and_in_the_format(tmp_path, capsys):
         assert [episode.step(action) for action in example.solution][-1].reward == pytest.approx(1.2)
     assert word_problems.problem(Random(3), 2) == word_problems.problem(Random(3), 2)
     with pytest.raises(UserError, match="above 0"):
-        word_problems.main([str(tmp_path / "a.jsonl"), "--rows", "0"])
+        word_problems.Config(str(tmp_path / "a.jsonl"), rows=0)
+    for seed in range(200):
+        numbers = re.findall(r"\d+", word_problems.problem(Random(seed), 3, largest=9)["question"])
+        assert all(2 <= int(number) <= 9 for number in numbers)
+    with pytest.raises(UserError, match="9 or above"):
+        word_problems.Config("a.jsonl", largest=8)

@@ -188,8 +188,7 @@ def test_broken_rows_are_refused_one_by_one_and_sound_ones_are_kept(name, tmp_pa
     rows = [row for one in bad for row in (one, SOUND[name])]
     assert len(hostile(name)) >= 36 and len(bad) >= 56
     path, out = write(tmp_path, name, [SOUND[name], *rows]), tmp_path / "out.jsonl"
-    prompts = ["--prompts"] if name == "query" else []
-    convert.main([FORMAT.get(name, name), str(path), str(out), *prompts])
+    convert.main(convert.Config(FORMAT.get(name, name), (str(path),), str(out), prompts=name == "query"))
     refused = (tmp_path / "out.jsonl.refused.txt").read_text().splitlines()
     places = [re.match(rf"{re.escape(str(path))}:(\d+): .+ \[.+\]$", line) for line in refused]
     numbers = [int(place[1]) for place in places if place]

@@ -104,7 +104,7 @@ def test_the_last_tenth_is_held_out_and_each_epoch_deals_every_pair_once(tmp_pat
     epochs = [data.numbers(27 * epoch, 27).tolist() for epoch in range(3)]
     assert all(sorted(epoch) == list(range(27)) for epoch in epochs) and epochs[0] != epochs[1]
     assert torch.equal(data.numbers(20, 14), torch.tensor([*epochs[0][20:], *epochs[1][:7]])), "a batch over the border"
-    with pytest.raises(UserError, match="has one pair, and none is left to hold out"):
+    with pytest.raises(UserError, match="has one row, and none is left to hold out"):
         read(tmp_path, 1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stubs import Chain, random_policy
+from stubs import Chain, Reader, random_policy
 from talk import chat_tokenizer, user
 
 from minirl.adapters import save_adapter
@@ -177,3 +177,15 @@ def test_python_m_minirl_chat(folder):
 def test_a_real_model_goes_on_with_a_story(shared, capsys):
     main(Config(str(shared / "models" / "stories260k"), message="Once upon a time", temperature=0.0, max_new_tokens=40))
     assert capsys.readouterr().out.startswith(", there was a little girl named Lily. She loved to play outside")
+
+
+def test_a_calculator_writes_what_a_call_gives():
+    asked, row = "Q:<calc>48/2</calc>\n", [*b"Q:<calc>48/2</calc>\n24\n#### 24", 256]
+    policy = Reader(258, [row], context=64)
+    policy.after[tuple(asked.encode())] = ord("9")  # what the model would say if it had to go on alone
+    conversation = Conversation(policy, ByteTokenizer(), None, Config("", temperature=0.0, calculator=True))
+    assert "".join(conversation.answer("Q:")) == "<calc>48/2</calc>\n24\n#### 24"
+    assert conversation.ended and conversation.row.tokens == row
+    short = Reader(258, [row], context=len(asked) + 2)
+    conversation = Conversation(short, ByteTokenizer(), None, Config("", temperature=0.0, calculator=True))
+    assert "".join(conversation.answer("Q:")) == "<calc>48/2</calc>\n24\n", "the context is full: no more is said"

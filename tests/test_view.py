@@ -99,7 +99,10 @@ def test_the_text_has_turns_and_no_escape_codes(run, capsys):
     assert "\x1b[32m<calc>2+2</calc>\x1b[0m" in as_text(sample, colour=True)
 
 
-def test_a_page_of_a_thousand_samples_is_below_3_mb(tmp_path):
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory):
+    """A page of 1,000 samples of 350 tokens, whose log-probs are noise as those of a real model are."""
+    tmp_path = tmp_path_factory.mktemp("thousand")
     generator = torch.Generator().manual_seed(0)
     words = "the agent calls a calculator and reads what it says then goes on to add the numbers of the table".split()
     rows = []
@@ -110,13 +113,19 @@ def test_a_page_of_a_thousand_samples_is_below_3_mb(tmp_path):
     samples = load_samples(run, 1, tokenizer=BYTES)
     noise = torch.randn(400_000, generator=generator).double().numpy()
     at = 0
-    for sample in samples:  # log-probs of a real model are noise to zlib
+    for sample in samples:
         n = len(sample.pieces)
         sample.logprobs[:] = -abs(noise[at : at + n])
         sample.ref_logprobs[:] = sample.logprobs + 0.05 * noise[at : at + n][::-1]
         at += n
     assert len(samples) == 1000 and at > 300_000
-    assert len(page(samples, [summary(samples, run, 1)])) < 3e6
+    file = tmp_path / "page.html"
+    file.write_text(page(samples, [summary(samples, run, 1)]), encoding="utf-8")
+    return file
+
+
+def test_a_page_of_a_thousand_samples_is_below_3_mb(thousand):
+    assert thousand.stat().st_size < 3e6
 
 
 def test_one_line_errors(run, tmp_path, capsys):
@@ -189,6 +198,11 @@ def test_a_browser_filters_clicks_and_is_not_fooled(run, capsys):
             f"KL {kl:.4f}, advantage -1") in report
     assert "</script><script>document.title='owned'</script><img src=x onerror=" in report, "hostile text is text"
     assert "␛[31m␀⟨U+202E⟩" in report and "images 0 scripts 3" in report and "title Rollouts" in report
+
+
+def test_a_browser_opens_a_thousand_samples(thousand):
+    dom = browse(thousand)
+    assert 'data-ready="yes"' in dom and "1000 of 1000 samples" in dom
 
 
 def test_the_page_as_it_is_shows_markup_as_text_wherever_it_stands(tmp_path):

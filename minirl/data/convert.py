@@ -12,20 +12,19 @@ OUT.jsonl.refused.txt. No row takes another with it.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
-from minirl.config import UserError, write_text
+from minirl.config import UserError, check_not_negative, run, write_text
 from minirl.data.agentinstruct import convert_agentinstruct
 from minirl.data.apibench import convert_apibench
 from minirl.data.augment import messages_of, recovery_row, shuffle_tools
 from minirl.data.bfcl import convert_bfcl
-from minirl.data.gsm8k_agent import convert_gsm8k, curriculum
+from minirl.data.gsm8k_agent import as_text, convert_gsm8k, curriculum
 from minirl.data.jsonl import each_row
 from minirl.data.quality import quality_parts, quality_score
 from minirl.data.scrub import scrub
@@ -33,8 +32,30 @@ from minirl.data.toolbench import convert_processed, convert_query, convert_tree
 from minirl.data.trajectories import RowError, check_trajectory
 from minirl.messages import check_messages, check_tools, to_json
 
-FORMATS = ("apibench", "bfcl", "toolbench", "agentinstruct", "gsm8k")
 Read = Iterator[tuple[str, list[dict[str, Any]] | UserError]]  # place -> the rows that it became, or why it did not
+
+
+@dataclass(frozen=True)
+class Config:
+    format: Literal["apibench", "bfcl", "toolbench", "agentinstruct", "gsm8k"]  # of the files
+    files: tuple[str, ...]  # what to read
+    out: str  # what to write, JSONL
+    answers: str = ""  # bfcl: file of possible answers; empty: of the same name in possible_answer/ beside it
+    prompts: bool = False  # also write tasks without an answer, for a teacher
+    scrub: bool = False  # take out e-mail addresses, phone numbers and keys
+    min_quality: float = 0.0  # refuse rows below this score (0.8 is usual)
+    shuffle_tools: bool = False  # tools in random order, with tools of other rows up to 8
+    recovery: float = 0.0  # add for this share of the rows one with a mistake that is mended
+    max_steps: int | None = None  # gsm8k: at most so many calculations
+    curriculum: bool = False  # gsm8k: fewest calculations first
+    text: bool = False  # gsm8k: question and answer as one text without calls, which a base model reads
+    pairs: bool = False  # toolbench: preference pairs of search trees instead
+    seed: int = 0  # of what is random
+
+    def __post_init__(self):
+        check_not_negative(self, "min_quality", "recovery")
+        if self.format != "gsm8k" and (self.curriculum or self.text or self.max_steps is not None):
+            raise UserError("--curriculum, --text and --max-steps are for gsm8k")
 
 
 def read_file(name: str, path: str | Path, answers: str | Path | None = None, prompts: bool = False) -> Read:
@@ -104,75 +125,58 @@ def bfcl_answers(path: str | Path, answers: str | Path | None = None) -> dict[st
     return {row["id"]: row.get("ground_truth") for row in rows if isinstance(row.get("id"), str)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: read, convert or refuse, change what was asked for, write, and print the counts."""
-    parser = argparse.ArgumentParser(prog="python -m minirl.data.convert", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("format", choices=FORMATS)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what to read")
-    parser.add_argument("out", metavar="OUT.jsonl", help="what to write")
-    parser.add_argument("--answers", help="bfcl: file of possible answers")
-    parser.add_argument("--prompts", action="store_true", help="also write tasks without an answer, for a teacher")
-    parser.add_argument("--scrub", action="store_true", help="take out e-mail addresses, phone numbers and keys")
-    parser.add_argument("--min-quality", type=float, default=0.0, help="refuse rows below this score (0.8 is usual)")
-    parser.add_argument("--shuffle-tools", action="store_true",
-                        help="tools in random order, with tools of other rows up to 8")
-    parser.add_argument("--recovery", type=float, default=0.0, metavar="SHARE",
-                        help="add for this share of the rows one with a mistake that is mended")
-    parser.add_argument("--max-steps", type=int, help="gsm8k: at most so many calculations")
-    parser.add_argument("--curriculum", action="store_true", help="gsm8k: fewest calculations first")
-    parser.add_argument("--pairs", action="store_true", help="toolbench: preference pairs of search trees instead")
-    parser.add_argument("--seed", type=int, default=0, help="of what is random")
-    options = parser.parse_args(argv)
-    rows, refused, total = convert(options)
+def main(config: Config) -> None:
+    """Read, convert or refuse, change what was asked for, write, and print the counts."""
+    rows, refused, total = convert(config)
     if not rows:
-        raise UserError(f"none of the {total} rows of {' '.join(options.files)[:200]} is left: "
+        raise UserError(f"none of the {total} rows of {' '.join(config.files)[:200]} is left: "
                         f"{refused[0] if refused else 'it has none'}")
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    write_text(options.out, "".join(to_json(row) + "\n" for row in rows))
-    listing = Path(f"{options.out}.refused.txt")
+    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+    write_text(config.out, "".join(to_json(row) + "\n" for row in rows))
+    listing = Path(f"{config.out}.refused.txt")
     if refused:
         write_text(listing, "".join(f"{' '.join(str(error).split())} [{error.kind}]\n" for error in refused))
     else:
         listing.unlink(missing_ok=True)
-    print(f"{options.format}: {total} rows, {total - len(refused)} converted, {len(refused)} refused; "
-          f"{len(rows)} written to {options.out}")
+    print(f"{config.format}: {total} rows, {total - len(refused)} converted, {len(refused)} refused; "
+          f"{len(rows)} written to {config.out}")
     for kind, count in Counter(error.kind for error in refused).most_common():
         first = next(str(error) for error in refused if error.kind == kind)
         print(f"  {count:6} {kind:24} {' '.join(first.split())[:160]}")
 
 
-def convert(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[RowError], int]:
-    """(rows to write, refusals, number of rows read) by the options of the command line."""
+def convert(config: Config) -> tuple[list[dict[str, Any]], list[RowError], int]:
+    """(rows to write, refusals, number of rows read) by the config."""
     rows: list[dict[str, Any]] = []
     refused: list[RowError] = []
     total = 0
-    for path in options.files:
-        for place, found in pairs_of(path) if options.pairs else read_file(options.format, path, options.answers,
-                                                                           options.prompts):
+    for path in config.files:
+        for place, found in pairs_of(path) if config.pairs else read_file(config.format, path, config.answers,
+                                                                           config.prompts):
             total += 1
             try:
                 if isinstance(found, UserError):
                     raise found
-                rows += [_finish(row, options) for row in found]
+                rows += [_finish(row, config) for row in found]
             except RowError as error:
                 refused.append(error if str(error).startswith(place) else RowError(error.kind, f"{place}: {error}"))
-    rng = Random(options.seed)
-    if options.shuffle_tools:
+    rng = Random(config.seed)
+    if config.shuffle_tools:
         others = [*{tool["function"]["name"]: tool for row in rows for tool in row.get("tools") or []}.values()]
         rows = [shuffle_tools(row, rng, others) for row in rows]
-    rows += [*_recoveries(rows, options.recovery, rng)]
-    return curriculum(rows) if options.curriculum else rows, refused, total
+    rows += [*_recoveries(rows, config.recovery, rng)]
+    return curriculum(rows) if config.curriculum else rows, refused, total
 
 
-def _finish(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    if options.max_steps is not None and row.get("steps", 0) > options.max_steps:
-        raise RowError("too many steps", f"{row['steps']} calculations are more than --max-steps {options.max_steps}")
-    if options.min_quality and ("messages" in row or "completion" in row):
+def _finish(row: dict[str, Any], config: Config) -> dict[str, Any]:
+    if config.max_steps is not None and row.get("steps", 0) > config.max_steps:
+        raise RowError("too many steps", f"{row['steps']} calculations are more than --max-steps {config.max_steps}")
+    if config.min_quality and ("messages" in row or "completion" in row):
         score = quality_score(quality_parts(messages_of(row), row.get("satisfaction")))
-        if score < options.min_quality:
-            raise RowError("quality", f"quality {score:.2f} is below {options.min_quality}")
-    return scrub(row)[0] if options.scrub else row
+        if score < config.min_quality:
+            raise RowError("quality", f"quality {score:.2f} is below {config.min_quality}")
+    row = as_text(row) if config.text else row
+    return scrub(row)[0] if config.scrub else row
 
 
 def _recoveries(rows: Sequence[dict[str, Any]], share: float, rng: Random) -> Iterator[dict[str, Any]]:
@@ -200,8 +204,4 @@ def pairs_of(path: str | Path) -> Read:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+    run(main, Config, __doc__)

@@ -6,8 +6,9 @@ seed and the number. A resumed run therefore needs one integer, and each rank ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from minirl.logprobs import shift_mask
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
 
+Encoded = TypeVar("Encoded")
 POOL = 50  # batches in which rows of similar length are put together
 
 
@@ -64,19 +66,30 @@ def read_rows(data: str, eval_data: str, tokenizer: Tokenizer, template: str, se
     template   : name of the chat template for messages; "auto": the tokenizer's own, or plain
     train_rows : learn only the first so many of the others; 0: all
     """
+    rows, held_out, used = read_split(data, eval_data, tokenizer, template, encode_row, is_conversation,
+                                      "messages, of prompt and completion, or of text")
+    return Rows(rows[: train_rows or None], held_out, tokenizer.pad_id, seed, batch_size, used)
+
+
+def read_split(data: str, eval_data: str, tokenizer: Tokenizer, template: str, encode: Callable[..., Encoded],
+               talks: Callable[[dict[str, Any]], bool], columns: str) -> tuple[list[Encoded], list[Encoded], str]:
+    """(rows to learn, rows held out, template in use) of JSONL files, each row as `encode(row, place, tokenizer,
+    template)` makes it. Without `eval_data` the last tenth is held out.
+
+    talks   : does a row hold messages? Then there is a template in use, else ""
+    columns : what rows are made of, for whoever gave no file
+    """
     if not data:
-        raise UserError("--task jsonl reads a file: give --data FILE, rows of messages, of prompt and completion, or "
-                        "of text")
+        raise UserError(f"--task jsonl reads a file: give --data FILE, rows of {columns}")
     files = [read_jsonl(path) for path in (data, eval_data) if path]
-    if template != "auto" or any(is_conversation(row) for file in files for _, row in file):
+    if template != "auto" or any(talks(row) for file in files for _, row in file):
         template = template_for(tokenizer, template)
-    rows, *held_out = ([encode_row(row, place, tokenizer, template) for place, row in file] for file in files)
+    rows, *held_out = ([encode(row, place, tokenizer, template) for place, row in file] for file in files)
     if len(rows) < 2 and not eval_data:
         raise UserError(f"{data} has one row, and none is left to hold out: add rows, or give --eval-data FILE")
     tenth = max(1, len(rows) // 10)
     rows, held_out = (rows, held_out[0]) if eval_data else (rows[:-tenth], rows[-tenth:])
-    used = "" if template == "auto" else template
-    return Rows(rows[: train_rows or None], held_out, tokenizer.pad_id, seed, batch_size, used)
+    return rows, held_out, "" if template == "auto" else template
 
 
 class Rows:

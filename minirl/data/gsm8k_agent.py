@@ -59,6 +59,13 @@ def _check(expression: str, result: str) -> str:
     return value
 
 
+def as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A converted row as {"text"}: question and answer as they stand in the file, without the annotations."""
+    question, *rest = row["messages"]
+    answer = "".join(message["content"] for message in rest if message["role"] == "assistant")
+    return {"text": f"Question: {question['content']}\nAnswer: {answer}", "steps": row["steps"]}
+
+
 def curriculum(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows by the number of their calculation steps, fewest first; their order stays within a number."""
     return sorted(rows, key=lambda row: row["steps"])

@@ -29,12 +29,10 @@ import torch
 from torch import Tensor
 
 from minirl.config import UserError, check_not_negative, check_positive
-from minirl.data.dataset import collate
-from minirl.data.jsonl import read_jsonl
+from minirl.data.dataset import collate, read_split
 from minirl.data.sft import Row, encode_row
 from minirl.env.base import Env, counter_random
 from minirl.env.loop import collect
-from minirl.jinja_templates import template_for
 from minirl.model import Transformer
 from minirl.pairs import rows_of, with_reference
 from minirl.parallel.context import gather_rollouts
@@ -91,17 +89,8 @@ def read_preferences(data: str, eval_data: str, tokenizer: Tokenizer, template: 
 
     template : name of the chat template for messages; "auto": the tokenizer's own, or plain
     """
-    if not data:
-        raise UserError("--task jsonl reads a file: give --data FILE, rows of prompt, chosen and rejected")
-    files = [read_jsonl(path) for path in (data, eval_data) if path]
-    if template != "auto" or any(isinstance(row.get("chosen"), list) for file in files for _, row in file):
-        template = template_for(tokenizer, template)
-    train, *held_out = ([encode_pair(row, place, tokenizer, template) for place, row in file] for file in files)
-    if len(train) < 2 and not eval_data:
-        raise UserError(f"{data} has one pair, and none is left to hold out: add pairs, or give --eval-data FILE")
-    tenth = max(1, len(train) // 10)
-    train, held_out = (train, held_out[0]) if eval_data else (train[:-tenth], train[-tenth:])
-    used = "" if template == "auto" else template
+    train, held_out, used = read_split(data, eval_data, tokenizer, template, encode_pair,
+                                       lambda row: isinstance(row.get("chosen"), list), "prompt, chosen and rejected")
     return Preferences(stack(train, tokenizer.pad_id), stack(held_out, tokenizer.pad_id), tokenizer.pad_id, seed, used)
 
 

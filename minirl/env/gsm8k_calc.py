@@ -71,7 +71,7 @@ class Episode:
         self.turns += 1
         info = {"tool_call": None}
         if OPEN in action or CLOSE in action:
-            observation, worked = self.call(action)
+            observation, worked = answer_call(action)
             self.failed += not worked
             info["tool_call"] = worked
             if self.turns < MAX_TURNS:
@@ -82,13 +82,13 @@ class Episode:
         reward = sum(WEIGHTS[name] * value for name, value in parts.items())
         return Step("", reward, True, info | {"format": marked, "rewards": parts})
 
-    def call(self, action: str) -> tuple[str, bool]:
-        """(what the tool says, whether the call worked). The call is what stands between the last brackets."""
-        before, opened, rest = action.rpartition(OPEN)
-        expression, closed, after = rest.partition(CLOSE)
-        if not (opened and closed) or after.strip() or CLOSE in before:
-            return "error: write <calc>12+7</calc>\n", False
-        try:
-            return calculate(expression) + "\n", True
-        except CalculatorError as error:
-            return f"error: {error}\n", False
+def answer_call(action: str) -> tuple[str, bool]:
+    """(what the tool says, whether the call worked). The call is what stands between the last brackets."""
+    before, opened, rest = action.rpartition(OPEN)
+    expression, closed, after = rest.partition(CLOSE)
+    if not (opened and closed) or after.strip() or CLOSE in before:
+        return "error: write <calc>12+7</calc>\n", False
+    try:
+        return calculate(expression) + "\n", True
+    except CalculatorError as error:
+        return f"error: {error}\n", False
