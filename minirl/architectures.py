@@ -293,8 +293,11 @@ def _write_rope(config: ModelConfig, arch: Architecture) -> dict[str, Any]:
         top["rope_local_base_freq"] = config.rope_local_base_freq or config.rope_theta
         local = {"rope_type": "default", "rope_theta": top["rope_local_base_freq"]}
         rope = {"full_attention": rope, "sliding_attention": local}
-    if "original_max_position_embeddings" in arch.says and "long_factor" in scaling:  # older readers want only these
-        scaling = {"type": "longrope", "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"]}
+    if "original_max_position_embeddings" in arch.says and scaling.get("rope_type") == "longrope":
+        derived = config.max_position_embeddings / scaling["original_max_position_embeddings"]
+        if scaling.get("factor", derived) == derived and "attention_factor" not in scaling:
+            # Older readers want no more than this. (Newer ones believe it, too, and not the layout beside it.)
+            scaling = {"type": "longrope", **{name: scaling[name] for name in ("short_factor", "long_factor")}}
     return {**top, "rope_scaling": scaling or None, "rope_parameters": rope}
 
 

@@ -103,9 +103,17 @@ def plan_adapters(model: Transformer, config: LoRAConfig) -> Plan:
     copies, chosen, used = [], {}, set()
     for hf in names:
         patterns = [end for end in config.modules_to_save if hf.endswith(end)]
-        if patterns and not _within(hf, copies) and [*model.get_submodule(names[hf]).parameters()]:
-            used.update(patterns)
-            copies.append(hf)
+        if not patterns or _within(hf, copies):
+            continue
+        # Of a whole block each layer for itself, so that sampler, parallel layouts and export find a block there.
+        for part in [other for other in names if _within(other, [hf])]:
+            layer = model.get_submodule(names[part])
+            if isinstance(layer, NF4Linear):
+                raise UserError(f"modules_to_save matches {part}, which is quantised to 4 bits and cannot be trained: "
+                                "adapt it by targets, or do without --qlora")
+            if [*layer.parameters(recurse=False)]:
+                used.update(patterns)
+                copies.append(part)
     if model.config.tie_word_embeddings:
         _check_tied(config, EMBEDDING in copies)
         used.add(HEAD)

@@ -2,6 +2,7 @@ import copy
 import json
 import math
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from ranks import run_ranks
 from safetensors.torch import load, load_file, save_file
 from stubs import Pieces, random_policy
 from talk import chat_tokenizer
-from test_checkpoint import SHAPES, TINY, TOKENS, edit_json, logits, tiny
+from test_checkpoint import SHAPES, TINY, TOKENS, Endless, edit_json, logits, tiny
 from torch import nn
 
 from minirl import checkpoint
@@ -302,6 +303,25 @@ def test_an_exported_model_is_a_plain_folder_with_equal_logits(tmp_path, options
     assert (logits(plain) - before).abs().max() < 2e-5
     if plain.config.tie_word_embeddings:
         assert plain.head_weight is plain.embed_tokens.weight
+
+
+def test_a_block_that_is_trained_whole_samples_and_is_exported_as_it_was_trained(tmp_path):
+    model = adapted(UNTIED, modules_to_save=["layers.0", "layers.1.self_attn"], targets=["up_proj"])
+    export_merged(model, tmp_path)
+    plain = load_model(tmp_path)
+    assert (logits(plain) - logits(model)).abs().max() < 2e-5
+    for switched, other in ((nullcontext(), plain), (adapters_off(model), tiny(UNTIED))):
+        with switched:
+            found = [generate(policy, [[1, 2, 3]], Endless(), max_new_tokens=9, temperature=0.0).tokens
+                     for policy in (model, other)]
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "layers.0.mlp", "layers.1"])
+def test_what_is_quantised_cannot_be_trained_whole(name):
+    """A copy of a layer with a bias would train the bias alone, and look like a success."""
+    with pytest.raises(UserError, match="is quantised to 4 bits and cannot be trained"):
+        add_lora(quantize_base(tiny(SHAPES["qwen2"])), targets=["o_proj"], modules_to_save=[name])
 
 
 # ---- head and embedding ----

@@ -88,6 +88,10 @@ CASES = {  # name: (model_type, what its config says)
     "phi3 turning in part": ("phi3", {"head_dim": 16, **rope(rope_type="default", partial_rotary_factor=0.5)}),
     "phi3 longrope": ("phi3", {**rope(**LONGROPE, partial_rotary_factor=1.0), "original_max_position_embeddings": 32,
                                "tie_word_embeddings": True}),
+    "phi3 longrope with a factor": ("phi3", {**rope(**LONGROPE, partial_rotary_factor=1.0, factor=3.0),
+                                             "original_max_position_embeddings": 32}),
+    "phi3 longrope with a factor of attention": ("phi3", {
+        **rope(**LONGROPE, partial_rotary_factor=1.0, attention_factor=1.4), "original_max_position_embeddings": 32}),
     "olmo2": ("olmo2", {}),
     "olmo2 with one key head": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True,
                                           "tie_word_embeddings": True}),
