@@ -190,10 +190,11 @@ def base_of(folder: str | Path) -> Path:
     return Path(base)
 
 
-def tokenizer_folder(folder: str | Path) -> Path:
+def tokenizer_folder(folder: str | Path, base: str | Path = "") -> Path:
     """Where the tokenizer and chat template of a policy are: in its folder, or its base's. PEFT writes none.
 
-    UserError: no such folder, or one of a run and not of a model.
+    base      : of an adapter that is put on another base than the one it names
+    UserError : no such folder, or one of a run and not of a model
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -202,7 +203,9 @@ def tokenizer_folder(folder: str | Path) -> Path:
         return folder
     if newest := latest_checkpoint(folder):
         raise UserError(f"{folder} is the folder of a run: give one of its checkpoints, the newest is {newest}")
-    return base_of(folder) if is_adapter(folder) else folder
+    if is_adapter(folder):
+        return tokenizer_folder(base) if base else base_of(folder)
+    return folder
 
 
 def save_policy(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None,

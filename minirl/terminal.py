@@ -143,7 +143,7 @@ class Conversation:
 
 def main(config: Config) -> None:
     """One answer to --message; or a conversation, until the end of the input."""
-    home = tokenizer_folder(config.folder)
+    home = tokenizer_folder(config.adapter, config.folder) if config.adapter else tokenizer_folder(config.folder)
     template = template_of(home) if config.template == "auto" else config.template
     if template == "none":
         template = None

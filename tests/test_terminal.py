@@ -15,7 +15,7 @@ from minirl.chat import render, reply
 from minirl.checkpoint import save_model
 from minirl.config import UserError
 from minirl.generate import generate
-from minirl.jinja_templates import save_chat_template
+from minirl.jinja_templates import chat_template, save_chat_template
 from minirl.lora import add_lora, trainable_parameters
 from minirl.terminal import Config, Conversation, Row, lines, main
 from minirl.tokenizer import ByteTokenizer
@@ -134,6 +134,17 @@ def test_an_adapter_is_put_on_the_model(folder, capsys, tmp_path_factory):
     assert capsys.readouterr().out == answer + "\n", "an adapter alone: on the base that it names"
     main(Config(str(folder), message="Hi", max_new_tokens=9, temperature=0.0, dtype="float64"))
     assert capsys.readouterr().out != answer + "\n"
+
+
+def test_an_adapter_brings_the_template_that_it_was_trained_with(folder, capsys):
+    """A base model has none: its adapter would be asked in another form than it has learned."""
+    policy = add_lora(random_policy(258, context=128), rank=2, base_model="nowhere")
+    save_adapter(policy, folder / "adapter", ByteTokenizer(chat_template("plain")))
+    main(Config(str(folder), str(folder / "adapter"), message="Hi", max_new_tokens=9, temperature=0.0,
+                dtype="float64"))
+    asked = [*b"user:\nHi", 256, *b"assistant:\n"]
+    answer = ByteTokenizer().decode(Row(policy, asked).sample({256}, Config("", temperature=0.0, max_new_tokens=9)))
+    assert capsys.readouterr().out == answer + "\n"
 
 
 def test_lines_end_with_the_input(monkeypatch):
