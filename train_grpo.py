@@ -24,8 +24,8 @@ from typing import Literal
 
 from minirl.checkpoint import open_run
 from minirl.config import UserError, check_not_negative, run, save_config
-from minirl.env import make_env
 from minirl.env.loop import fit_to_context
+from minirl.env.posing import pose
 from minirl.env.rounds import collect_step, disturb, replayed
 from minirl.evaluate import evaluate, rollout_metrics, show_sample, update_metrics
 from minirl.learner import Learner
@@ -48,7 +48,8 @@ class Config(RLOptions, RecipeOptions, TrainerOptions):
     # run
     run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
     # task
-    rewards: Literal["task", "agentic", "maths"] = "task"  # what is paid: the task's verdict, or a mixture with it
+    rewards: Literal["task", "agentic", "maths", "r1"] = "task"  # what is paid: the task's verdict, or a mixture
+    curriculum: int = 0  # problems of difficulty 1, then as many of 2, .. up to --difficulty; 0: all of that at once
     # rollout
     prompts_per_step: int = 128  # prompts a step, over all ranks
     group_size: int = 16  # answers to each prompt
@@ -58,7 +59,7 @@ class Config(RLOptions, RecipeOptions, TrainerOptions):
     def __post_init__(self):
         fill_in(self)
         check_rl(self)
-        check_not_negative(self, "staleness", "sampler_noise")
+        check_not_negative(self, "staleness", "sampler_noise", "curriculum")
         if self.group_size < 2:
             raise UserError(f"--group-size {self.group_size}: an answer is judged against the others to its prompt, "
                             "so a group needs at least 2")
@@ -73,7 +74,7 @@ def main(config: Config) -> Path | None:
     stop = StopSignal()
 
     # ---- task
-    env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
+    env = pose(config)
     max_new_tokens = config.max_new_tokens or env.max_new_tokens
     start_folder = open_run(config, mesh)
     tokenizer = open_tokenizer(start_folder or config.init)

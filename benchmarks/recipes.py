@@ -1,8 +1,11 @@
 """Every recipe on one toy task: how fast, how well, how diverse. `python benchmarks/recipes.py`, then with `--table`.
 
-One-digit addition, a model of 2 layers, one cold start a seed that all recipes share, and the same number of steps,
-rows and learning rate for all: nothing is tuned for a recipe. The problems are those that are trained on (there are
-only a hundred), so this is about optimisation and not about generalisation. A stopped run goes on where it was.
+    ac=..41        each of eight letters has a digit, to be told in turn, behind as many dots as one likes
+
+The novice of the cold start says each digit right half of the time, so one answer in four is right, and it is sure of
+nothing. A model of one layer, one cold start a seed that all recipes share, and the same number of steps, rows and
+learning rate for all: nothing is tuned for a recipe. "0.9" is of the samples of five steps. The problems are those that
+are trained on, so this is about optimisation and not about generalisation. A stopped run goes on where it was.
 """
 
 import contextlib
@@ -13,28 +16,31 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainers are scripts, not installed
 
+from claims import DIGITS, LETTERS, Task, novice
+
 import train_grpo
-import train_sft
-from minirl.checkpoint import load_model
+from minirl.checkpoint import load_model, save_model
 from minirl.config import run
-from minirl.env import make_env
+from minirl.env.base import Env, Example, counter_random
 from minirl.env.loop import collect
+from minirl.env.posing import TwoWordings
 from minirl.metrics import read_metrics
 from minirl.recipes import RECIPES
-from minirl.tokenizer import load_tokenizer
+from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Config:
     # benchmark
     out: str = "runs/recipes"  # folder of the runs, and of results.jsonl
-    seeds: int = 3  # of everything: weights, problems, samples
-    steps: int = 40  # rollouts of 32 prompts x 8 answers
+    seeds: int = 5  # of everything: weights, problems, samples
+    steps: int = 50  # rollouts of 16 prompts x 8 answers, two updates each
     recipes: str = ""  # names with commas; empty: all
     flags: str = ""  # for all of them, such as "staleness=4 old_logprobs=trainer"; they belong to the name in the table
     table: bool = False  # print what there is, as Markdown, and run nothing
@@ -46,6 +52,7 @@ def main(config: Config) -> None:
     if config.table:
         return print_table(done)
     torch.set_num_threads(1)
+    train_grpo.pose = pose  # the trainer as it is, on a task of ours
     flags = dict(pair.split("=") for pair in config.flags.split())
     for seed in range(config.seeds):
         start = cold_start(Path(config.out) / f"cold_{seed}", seed)
@@ -58,15 +65,37 @@ def main(config: Config) -> None:
                     file.write(json.dumps(row) + "\n")
 
 
+class Letters(Task):
+    """Two letters of eight, large or small, each with its digit of `seed`; right are the two digits, behind any number
+    of dots."""
+
+    name, max_new_tokens, sft_steps = "letters", 7, 80
+
+    def make(self, rng: Random) -> Example:
+        letters = rng.choices(LETTERS[:8], k=2)
+        digits = [counter_random(self.seed, "digit", ord(letter)).choice(DIGITS) for letter in letters]
+        said = [digit if rng.random() < 0.5 else rng.choice(DIGITS) for digit in digits]
+        text = "".join(letters) + "="
+        return Example(rng.choice((text, text.upper())), "".join(digits), ("." * rng.randrange(4) + "".join(said),))
+
+    def right(self, example: Example, action: str) -> bool:
+        return action.lstrip(".") == example.answer
+
+    def rephrase(self, example: Example) -> Example:
+        return Example(example.prompt.swapcase(), example.answer)
+
+
+def pose(config: train_grpo.Config) -> Env:
+    """What the trainer asks for its task."""
+    env = Letters(config.seed)
+    return TwoWordings(env) if config.labels == "co-rewarding" else env
+
+
 def cold_start(folder: Path, seed: int) -> Path:
-    """A model that is right now and then."""
-    last = folder / "step_60"
-    if not last.is_dir():
-        with contextlib.redirect_stdout(io.StringIO()):
-            train_sft.main(train_sft.Config(
-                run_dir=str(folder), device="cpu", seed=seed, difficulty=1, hidden_size=48, layers=2, steps=60,
-                batch_size=64, lr=1e-2, warmup_steps=5, eval_every=0, eval_rows=0, eval_problems=8))
-    return last
+    """The novice of a seed."""
+    if not folder.is_dir():
+        save_model(novice(Letters(seed)), folder, ByteTokenizer())
+    return folder
 
 
 def measure(config: Config, recipe: str, name: str, flags: dict[str, str], start: Path, seed: int) -> dict:
@@ -76,36 +105,49 @@ def measure(config: Config, recipe: str, name: str, flags: dict[str, str], start
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         train_grpo.main(train_grpo.Config(**dict(
-            run_dir=str(folder), init=str(start), recipe=recipe, device="cpu", seed=seed, difficulty=1,
-            steps=config.steps, prompts_per_step=32, group_size=8, minibatches=2, lr=3e-3, warmup_steps=2,
+            run_dir=str(folder), init=str(start), recipe=recipe, device="cpu", seed=seed, steps=config.steps,
+            prompts_per_step=16, group_size=8, minibatches=2, lr=3e-3, warmup_steps=2,
             schedule="constant", save_every=10**6, keep=1, eval_every=0, eval_problems=8) | options))
     seconds = time.perf_counter() - began
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    reached = next((row["step"] for row in steps if row["reward_mean"] >= 0.9), None)
+    rewards = [row["reward_mean"] for row in steps]
+    reached = next((k for k in range(5, len(steps) + 1) if statistics.mean(rewards[k - 5 : k]) >= 0.9), None)
     policy, tokenizer = load_model(folder / f"step_{config.steps}"), load_tokenizer(folder / f"step_{config.steps}")
-    env = make_env("addition", "", "", 1, seed)
-    samples = collect(policy, tokenizer, env, env.sample(200), 8, max_new_tokens=env.max_new_tokens, seed=seed + 1)
+    env = Letters(seed)
+    samples = collect(policy, tokenizer, env, env.sample(200, split="eval"), 8, max_new_tokens=env.max_new_tokens,
+                      seed=seed + 1)
     right = samples.rewards.view(-1, 8)
     return {"steps_to_0.9": reached, "seconds": seconds / config.steps, "pass@1": float(right.mean()),
             "pass@8": float(right.amax(1).mean()), "length": steps[-1]["response_length"],
+            "flat": statistics.mean(row["zero_variance_groups"] for row in steps),
             "entropy": steps[-1]["entropy"], "skipped": steps[-1]["skipped_steps"]}
 
 
 def print_table(rows: list[dict]) -> None:
-    """Mean over the seeds, and the range of pass@1."""
-    print("| recipe | seeds | steps to 0.9 | ms a step | pass@1 (range) | pass@8 | length | entropy |")
-    print("|---|---|---|---|---|---|---|---|")
+    """Means over the seeds, with 95 % intervals (t distribution)."""
+    print("| recipe | seeds | steps to 0.9 | seconds to 0.9 | pass@1 | pass@8 | length | entropy | flat |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in dict.fromkeys(row["recipe"] for row in rows):
         own = [row for row in rows if row["recipe"] == name]
-        mean = {key: statistics.mean(row[key] for row in own)
-                for key in ("seconds", "pass@1", "pass@8", "length", "entropy")}
-        reached = [row["steps_to_0.9"] for row in own if row["steps_to_0.9"]]
-        when = f"{statistics.mean(reached):.0f}" if reached else "-"
+        reached = [row for row in own if row["steps_to_0.9"]]
+        when = interval([row["steps_to_0.9"] for row in reached], 0)
         if 0 < len(reached) < len(own):
             when += f" ({len(reached)} of {len(own)})"
-        low, high = (f(row["pass@1"] for row in own) for f in (min, max))
-        print(f"| `{name}` | {len(own)} | {when} | {1000 * mean['seconds']:.0f} | {mean['pass@1']:.3f} "
-              f"({low:.2f}..{high:.2f}) | {mean['pass@8']:.3f} | {mean['length']:.2f} | {mean['entropy']:.3f} |")
+        took = interval([row["steps_to_0.9"] * row["seconds"] for row in reached], 1)
+        cells = [interval([row[key] for row in own], digits) for key, digits in
+                 (("pass@1", 3), ("pass@8", 3), ("length", 2), ("entropy", 3), ("flat", 2))]
+        print(f"| `{name}` | {len(own)} | {when} | {took} | {' | '.join(cells)} |")
+
+
+T95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78}  # standard errors of the mean on each side, by the number of values
+
+
+def interval(values: list[float], digits: int) -> str:
+    """Mean and half the width of its interval; - for none."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}" if values else "-"
+    width = T95.get(len(values), 2.0) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.{digits}f} ± {width:.{digits}f}"
 
 
 if __name__ == "__main__":

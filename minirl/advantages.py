@@ -17,7 +17,7 @@ from minirl.gae import masked_moments
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
 
-Baseline = Literal["mean", "leave-one-out", "length", "none"]
+Baseline = Literal["mean", "leave-one-out", "length", "half", "none"]
 Scale = Literal["std", "batch", "none"]
 
 
@@ -33,6 +33,7 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
                "leave-one-out"  mean of the others: RLOO, arXiv:2402.14740, unbiased; G / (G - 1) times the one before
                "length"         sum of length x r / sum of lengths: OPO, arXiv:2505.23585, the least
                                 variance if the gradients of all tokens have one size; needs `lengths` (B,)
+               "half"           1/2, between right and wrong: what is all right or all wrong is a signal, too
                "none"           A = r / scale: equal rewards are a signal as well (REINFORCE++ whitens afterwards)
     scale    : "std"    of the group's rewards: GRPO
                "batch"  of all rewards, over all replicas of `mesh`: a group cannot gain weight by being nearly constant
@@ -41,7 +42,7 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
                choice: [1, 0, 0, 1] gives exactly [1, -1, -1, 1], and a share p of right answers gives each
                of them sqrt((1 - p) / p). With 1, advantages are smaller by sqrt((G - 1) / G)
     eps      : added to std: 1e-6 in verl, 1e-4 in TRL. Not needed, since equal rewards are found by comparison
-    returns  : (B, 1) unitless, no gradient; **exactly 0** in a group whose rewards are equal, but for baseline "none"
+    returns  : (B, 1) unitless, no gradient; **exactly 0** in a group whose rewards are equal, but for "half" and "none"
 
     UserError: a reward that is not finite, a group of one, an option that does not exist.
     """
@@ -60,7 +61,7 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
         weight = lengths.to(rewards.dtype).clamp(min=1)  # a group of empty answers has a mean, too
         advantages = rewards - (_group_sum(weight * rewards, index, count) / _group_sum(weight, index, count))[index]
     else:
-        advantages = rewards
+        advantages = rewards - 0.5 if baseline == "half" else rewards
     constant = _constant(rewards, index, count)[index]
     if scale == "std":
         variance = _group_sum(centred.square(), index, count) / (count - ddof)
@@ -70,7 +71,7 @@ def group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "std", ddof:
         _, variance, rows = masked_moments(rewards, torch.ones_like(rewards, dtype=torch.bool), mesh)
         spread = (variance * rows / (rows - ddof).clamp(min=1)).sqrt()
         advantages = advantages / torch.where(spread > 0, spread + eps, 1.0).to(rewards.dtype)
-    if baseline != "none":
+    if baseline not in ("half", "none"):
         advantages = torch.where(constant, 0.0, advantages)  # the float32 mean of equal rewards need not be that reward
     return advantages[:, None]
 

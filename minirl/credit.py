@@ -6,6 +6,8 @@ correct (B,) bool is what the verifier said. Where a paper leaves something open
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -102,6 +104,59 @@ def suffix_mask(mask: Tensor, start: Tensor) -> Tensor:
     What a retry shares with the row it starts from is not its own (R3L's pivotal credit; SRPO, arXiv:2605.25507).
     """
     return mask & (mask.cumsum(1) > start[:, None])
+
+
+# ---- a group as a list ----
+
+@torch.no_grad()
+def listwise_advantages(kind: Literal["pairs", "simplex", "contrast"], rewards: Tensor, correct: Tensor,
+                        mean_logprobs: Tensor, group: Tensor, tau: float = 1.0) -> Tensor:
+    """(B, 1): advantages that come of comparing the rows of a group one by one, or as a distribution.
+
+    pairs    A_i = mean over the others j of sign(r_i - r_j): only who is better counts, not by how much.
+             Soft-Pair-GRPO, arXiv:2605.06375. Of rewards 0 and 1 it makes RLOO's advantages, which fits the paper's
+             theorem that its gradient is GRPO's up to a factor. Medium: for groups of more than two the mean is ours
+    simplex  A_i = G w_i - 1 with the target w = softmax(r / tau) over the group. LPO, arXiv:2605.06139: the policy,
+             restricted to the group, is drawn towards a target. Of that projection this is the first step, the gradient
+             of KL(w || policy) where all rows count alike; later ones would need the whole group in each update. Medium
+    contrast InfoNCE with the mean log-prob s of a row's tokens as its score: for each right answer i the loss
+             -log(e^(s_i / tau) / (e^(s_i / tau) + sum over wrong j of e^(s_j / tau))), mean over i, and an advantage is
+             minus its derivative by s. ConSPO, arXiv:2605.12969, without its growing margin. Medium: tau is ours
+
+    rewards (B,), correct (B,) bool, mean_logprobs (B,) nats a token; all 0 where nothing differs in the group
+    """
+    _, index = group.unique(return_inverse=True)
+    same = index[:, None] == index  # (B, B)
+    size = same.sum(1)
+    if kind == "pairs":
+        found = torch.where(same, (rewards[:, None] - rewards).sign(), 0.0).sum(1) / (size - 1).clamp(min=1)
+    elif kind == "simplex":
+        found = size * _share(rewards / tau, same).diagonal() - 1
+    else:
+        score, wrong = mean_logprobs / tau, same & ~correct
+        rivals = wrong | torch.eye(len(score), dtype=torch.bool, device=score.device)  # of row i: itself and the wrong
+        share = torch.where(correct[:, None], _share(score, rivals), 0.0)  # (B, B), right rows i
+        right = sum_within(correct.to(score.dtype), index).clamp(min=1)
+        own = torch.where(correct, 1 - share.diagonal(), 0.0)
+        found = (own - torch.where(wrong, share, 0.0).sum(0)) / right / tau
+    return found.to(rewards.dtype)[:, None]
+
+
+def _share(score: Tensor, among: Tensor) -> Tensor:
+    """(B, B): the softmax of score (B,) over the columns that `among` (B, B) names in each row."""
+    return torch.where(among, score, -torch.inf).softmax(1).nan_to_num(0.0)
+
+
+@torch.no_grad()
+def success_weight(rewards: Tensor, group: Tensor, power: float) -> Tensor:
+    """(B, 1): (mean reward of the group)^-power, for rewards from 0 on; 1 where the mean is 0.
+
+    The gradient of Tsallis' logarithm of the success rate, arXiv:2604.25907: 0 is RL, 1 the likelihood of success, and
+    hard problems count more on the way. Where no sample succeeds nothing can be amplified, see `tsallis.garl_loss`.
+    """
+    _, index = group.unique(return_inverse=True)
+    mean = sum_within(rewards, index) / sum_within(torch.ones_like(rewards), index)
+    return torch.where(mean > 0, mean.clamp(min=1e-30) ** -power, 1.0)[:, None]
 
 
 # ---- steps ----

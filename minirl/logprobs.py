@@ -10,13 +10,14 @@ tensor of minirl is (B, S) with S = T - 1, and its column s belongs to the predi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import head_loss, linear_logprob
+from kernels import all_logprobs, head_loss, linear_logprob
 from kernels.linear_logprob import KEEP_LOGITS, pick
 from minirl.model import Transformer, restart
 from minirl.rollout import Rollout
@@ -159,13 +160,39 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
 
 
 @torch.no_grad()
+def rollout_certainty(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0,
+                      mesh: Mesh | None = None) -> Tensor:
+    """(B, S) nats, no gradient: KL(uniform || model) at each column, which is 0 where all words are equally likely.
+
+    Self-certainty, arXiv:2502.18581: -(mean over words of log p) - log V. Unlike the entropy it looks at the words that
+    are ruled out. The logits of a few columns at a time are held.
+    """
+    def measure(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None, entropy: bool,
+                cp_group: Group | None) -> Output:
+        inputs, positions, documents, targets = shift(tokens, documents, cp_group)
+        hidden = model(inputs, positions, documents)
+        if not model.has_head:
+            return Output(hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)))
+        pieces = []
+        for part in hidden.split(max(1, KEEP_LOGITS // (len(hidden) * model.config.vocab_size)), 1):
+            logits = model.logits(part)
+            if model.vocab is not None:
+                logits = model.vocab.whole(logits.flatten(0, 1)).view(*part.shape[:2], -1)
+            logprobs = all_logprobs(logits, temperature)
+            pieces.append(-logprobs.mean(-1) - math.log(logprobs.shape[-1]))
+        return Output(torch.cat(pieces, 1))
+
+    return _of_rollout(model, rollout, microbatch_size, temperature, mesh, ["logprobs"], measure)[0]
+
+
+@torch.no_grad()
 def rollout_values(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
     """The scores of a reward model or critic, likewise: (B, S); column s has read tokens[:, : s + 1]."""
     return _of_rollout(model, rollout, microbatch_size, 1.0, mesh, ["values"])[0]
 
 
 def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float, mesh: Mesh | None,
-                names: list[str]) -> list[Tensor]:
+                names: list[str], look: Callable[..., Output] = output_here) -> list[Tensor]:
     from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
     from minirl.parallel.zero import gathered
 
@@ -174,7 +201,7 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            out = output_here(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group)
+            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group)
             for name in names:
                 piece = getattr(out, name)
                 piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])

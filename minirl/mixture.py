@@ -229,6 +229,17 @@ def agentic(tokens: int = 60, limit: int = 200) -> Mixture:
                                                                                "tools": "accuracy"})
 
 
+def readable(sample: Sample) -> float:
+    """1 if the last action has the task's format, whatever it says: `info["format"]` of its step."""
+    return float(bool(sample.steps[-1].info.get("format")))
+
+
+def r1() -> Mixture:
+    """DeepSeek-R1-Zero: the task's verdict and the format, and nothing else. The paper adds them up and gives no
+    weights; .80 and .20 are ours."""
+    return Mixture(rules={"accuracy": solved, "format": readable}, weights={"accuracy": 0.80, "format": 0.20})
+
+
 def with_judge(mixture: Mixture, judge: Rule) -> Mixture:
     """Half rules, half judge: whoever fools the judge has half of the reward, and not all of it."""
     share = sum(mixture.weights.values())
@@ -237,7 +248,7 @@ def with_judge(mixture: Mixture, judge: Rule) -> Mixture:
                    early=early)
 
 
-def paid_by(env: Env, rewards: str, progress: float) -> Env:
+def paid_by(env: Env, rewards: str, progress: float = 1.0) -> Env:
     """The task under --rewards: "task" itself, or paid by the mixture of that name."""
-    mixtures = {"agentic": agentic, "maths": maths}
+    mixtures = {"agentic": agentic, "maths": maths, "r1": r1}
     return env if rewards == "task" else Scored(env, mixtures[rewards](), progress)

@@ -69,7 +69,7 @@ class RLOptions:
     cold_start_steps: int = 1000  # most SFT updates on the expert's actions before RL; only without --init
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # task
-    task: str = "addition"  # addition, calculator, lookup, shop, countdown, code, walk or gsm8k
+    task: str = "addition"  # addition, thought, calculator, lookup, shop, countdown, code, walk or gsm8k
     data: str = ""  # gsm8k: JSONL file of {"question", "answer"}
     eval_data: str = ""  # gsm8k: JSONL file of held-out problems; empty: a tenth of --data
     drop_long_rows: bool = False  # gsm8k: leave out problems that do not fit the model's context

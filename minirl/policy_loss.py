@@ -50,15 +50,15 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: Ratio = "token",
-                surrogate: Surrogate = "clip", eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float = 0.0,
-                tau: float = 1.0, tau_negative: float = 1.0, row_tokens: Tensor | None = None,
+                surrogate: Surrogate = "clip", eps_low: float | Tensor = 0.2, eps_high: float | Tensor = 0.2,
+                dual_clip: float = 0.0, tau: float = 1.0, tau_negative: float = 1.0, row_tokens: Tensor | None = None,
                 cp_group: Group | None = None) -> PolicyLoss:
     """One of the pairs above. Gradient flows to `logprobs` only, and never to a masked column, whatever lies there.
 
     logprobs, old_logprobs : (B, S) nats
     advantages : (B, 1) or (B, S) unitless
     mask       : (B, S) bool: the tokens of y
-    eps_low, eps_high : distances from 1; of "geometric", distances from 0 in nats
+    eps_low, eps_high : distances from 1, for all or (B, S); of "geometric", distances from 0 in nats
     tau        : of "soft", how fast the gradient fades; of "square", nats of reward that a nat of log-ratio costs
     row_tokens : (B,) tokens of the whole rows, and cp_group, the ranks with their other columns, as in `aggregate`
     UserError  : an unknown name, or a pair that nobody defined

@@ -23,10 +23,18 @@ from torch import Tensor
 
 from minirl.advantages import Baseline, Scale, constant_groups
 from minirl.config import UserError, check_not_negative, check_positive
-from minirl.credit import amplify, grpo_s_rewards, gtpo_advantages, ucpo_advantages
+from minirl.credit import (
+    amplify,
+    grpo_s_rewards,
+    gtpo_advantages,
+    listwise_advantages,
+    success_weight,
+    ucpo_advantages,
+)
 from minirl.gae import whiten
 from minirl.generate import uniform
-from minirl.logprobs import rollout_logprobs
+from minirl.label_free import Labels, pseudo_rewards
+from minirl.logprobs import rollout_certainty, rollout_logprobs
 from minirl.losses import Mode, bounded_expm1, kl_estimate, row_sum
 from minirl.policy_loss import Ratio, Surrogate, check_pair, policy_loss
 from minirl.rewards import overlong_penalty
@@ -51,6 +59,8 @@ if TYPE_CHECKING:
 class RecipeOptions:
     # recipe: a column that is not given is that of the row; `python -m minirl.recipes` prints the rows
     recipe: str = "default"  # which row
+    # who says what is right: the task, or one of the stand-ins of minirl/label_free.py
+    labels: Labels | None = None
     # additions to the reward
     overlong: float | None = None  # share of the longest answer in which a penalty grows to -1; 0: none
     length_reward: Literal["none", "kimi", "cosine"] | None = None  # against the group's lengths, or the limit
@@ -67,6 +77,10 @@ class RecipeOptions:
     combine: Literal["sum", "separate"] | None = None  # add up rewards first, or the advantages of each (GDPO)
     entropy_credit: Literal["none", "gtpo", "grpo-s"] | None = None  # more for tokens, or answers, of high entropy
     ucpo_tau: float | None = None  # share of a group's positive advantage dealt out by rarity; 0: none
+    listwise: Literal["none", "pairs", "simplex", "contrast"] | None = None  # compare row by row: minirl/credit.py
+    listwise_tau: float | None = None  # reward, or nats a token, by which "simplex" and "contrast" tell rows apart
+    success_power: float | None = None  # weigh a group by (mean reward)^-this: 0 RL, 1 the likelihood of success
+    positive: float | None = None  # factor of advantages above 0
     amplify: float | None = None  # factor of advantages above 0 whose reward is not full; 0: leave all as they are
     whiten: bool | None = None  # at last give the advantages of the batch mean 0 and std 1
     # ratio
@@ -74,6 +88,7 @@ class RecipeOptions:
     surrogate: Surrogate | None = None  # what is done with the ratio: the table beside it
     eps_low: float | None = None  # a ratio below 1 - eps_low has no gradient when the advantage is negative
     eps_high: float | None = None  # a ratio above 1 + eps_high has no gradient when the advantage is positive
+    rescue: float | None = None  # each token's bounds lie further out by a random share of this; 0: all where eps says
     dual_clip: float | None = None  # nor has a ratio above this one when the advantage is negative; 0: no such bound
     tau: float | None = None  # of "soft": how fast the gradient fades; of "square": the price of a nat
     tau_negative: float | None = None  # of "soft", where the advantage is negative
@@ -114,11 +129,12 @@ def row(source: str, idea: str, **options) -> Row:
 TABLE = {
     "default": row(
         "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash",
-        overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
+        labels="task", overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
         baseline="mean", advantage_scale="std", std_ddof=0, credit="trajectory", turn_gamma=0.95, state_weight=1.0,
-        combine="sum", entropy_credit="none", ucpo_tau=0.0, amplify=0.0, whiten=False,
-        ratio="token", surrogate="clip", eps_low=0.2, eps_high=0.2, dual_clip=0.0, tau=1.0, tau_negative=1.0,
-        off_policy_gap=0.0,
+        combine="sum", entropy_credit="none", ucpo_tau=0.0,
+        listwise="none", listwise_tau=1.0, success_power=0.0, positive=1.0, amplify=0.0, whiten=False,
+        ratio="token", surrogate="clip", eps_low=0.2, eps_high=0.2, rescue=0.0, dual_clip=0.0, tau=1.0,
+        tau_negative=1.0, off_policy_gap=0.0,
         old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, top_entropy=1.0,
         cov="none", cov_share=0.0002, cov_coef=1.0,
         kl_coef=0.001, kl_kind="k3", kl_ratio=False, aggregate="token", constant_length=0,
@@ -179,6 +195,10 @@ TABLE = {
     "two_sided": row(
         "INTELLECT-2; 1912.09729", "a bound for tokens of bad answers, too: at ratio 4 the loss stops growing",
         dual_clip=4.0),
+    "nsr_rescue": row(
+        "2605.22703", "near-boundary stochastic rescue: a token just outside of the bound goes on learning, by chance, "
+        "the less likely the further it is (that the chance falls in a line, and its reach, are ours)",
+        rescue=0.1),
     "kimi": row(
         "2501.12599 eq. 3", "rewards are regressed on log-ratios of whole answers: mirror descent. tau is ours",
         advantage_scale="none", ratio="product", surrogate="square", tau=0.5, kl_coef=0.0, aggregate="sequence",
@@ -210,6 +230,42 @@ TABLE = {
         "2601.03715", "better than the mean, but not perfect, counts three times; no std, no ratio. Its retries from a "
         "pivot are a sampler's, and not here",
         advantage_scale="none", amplify=3.0, surrogate="reinforce", kl_coef=0.0),
+
+    "pair_grpo": row(
+        "2605.06375", "only who is better counts, not by how much: the soft form, its mean over pairs is ours",
+        listwise="pairs", aggregate="sequence", kl_coef=0.04),
+    "lpo": row(
+        "2605.06139", "rewards name a target among the group's answers, which the policy is drawn to: the first step "
+        "of that projection (tau is ours)",
+        listwise="simplex", aggregate="sequence", kl_coef=0.0),
+    "conspo": row(
+        "2605.12969", "each right answer against the wrong ones of its group, by their likelihoods: what is told apart "
+        "already counts less (InfoNCE without the paper's margin; tau is ours)",
+        listwise="contrast", listwise_tau=0.5, ratio="sequence", surrogate="unclipped", kl_coef=0.0,
+        aggregate="sequence"),
+    "garl": row(
+        "2604.25907", "between RL and the likelihood of success: hard problems weigh more (q 0.75; this is for "
+        "rewards of 0 and 1, `tsallis.garl_loss` is the one for a first success that never comes)",
+        advantage_scale="none", success_power=0.75, kl_coef=0.0),
+    "nsr": row(
+        "2506.01347", "negative sample reinforcement: wrong answers are made unlikely, and right ones left alone, so "
+        "that their variety stays",
+        baseline="half", advantage_scale="none", positive=0.0, surrogate="reinforce", kl_coef=0.0),
+    "w_reinforce": row(
+        "2506.01347", "the same with a tenth of the praise for right answers",
+        baseline="half", advantage_scale="none", positive=0.1, surrogate="reinforce", kl_coef=0.0),
+
+    # ---- without labels
+    "intuitor": row(
+        "2505.19590; 2502.18581", "nobody says what is right: being sure is paid",
+        labels="self-certainty", kl_coef=0.005),
+    "majority": row(
+        "2504.16084", "what most answers of a group say is taken for right (TTRL)",
+        labels="majority"),
+    "co_rewarding": row(
+        "2508.00410", "what most answers say to the same problem in other words is taken for right (I, with the "
+        "majority; not II, with a slow copy of the policy)",
+        labels="co-rewarding"),
 
     # ---- the weight of a token
     "top_entropy": row(
@@ -279,10 +335,19 @@ def fill_in(config: RecipeOptions) -> None:
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
     check_pair(config.ratio, config.surrogate)
+    if config.labels != "task" and (config.resample or config.credit != "trajectory"):
+        raise UserError(f"--labels {config.labels} knows nothing of the task's verdict, which --resample and --credit "
+                        "ask for: leave them out")
+    if config.labels == "self-certainty" and (config.ucpo_tau or config.amplify or config.length_reward != "none"
+                                              or config.entropy_credit == "gtpo" or config.listwise == "contrast"):
+        raise UserError("--labels self-certainty says how sure an answer is, and not whether it is right: leave out "
+                        "--ucpo-tau, --amplify, --length-reward, --entropy-credit gtpo, --listwise contrast")
+    if config.listwise != "none" and (config.credit != "trajectory" or config.combine == "separate"):
+        raise UserError(f"--listwise {config.listwise} compares rows by one reward: leave out --credit, --combine")
     check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length", "overlong",
                        "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low", "cov_coef",
-                       "resample", "turn_gamma", "state_weight")
-    check_positive(config, "tau", "tau_negative", "mismatch_high", "top_entropy", "cov_share")
+                       "resample", "turn_gamma", "state_weight", "success_power", "positive", "rescue")
+    check_positive(config, "listwise_tau", "tau", "tau_negative", "mismatch_high", "top_entropy", "cov_share")
     for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share", "turn_gamma"):
         if getattr(config, name) > 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: a share lies between 0 and 1")
@@ -310,16 +375,24 @@ def look_again(policy: Transformer, rollout: Rollout, config: RecipeOptions, fir
         rollout = rollout.replace(old_entropy=entropy)
         if config.old_logprobs == "trainer":
             rollout = rollout.replace(sampler_logprobs=rollout.old_logprobs, old_logprobs=logprobs)
+    if config.labels != "task":
+        certain = rollout_certainty(policy, rollout, *measure) if config.labels == "self-certainty" else None
+        rollout = rollout.replace(pseudo_rewards=pseudo_rewards(config.labels, rollout, certain))
     if config.sar_coef:
         alone = rollout_logprobs(policy, answer_alone(rollout, first_token), *measure)
         rollout = rollout.replace(alone_logprobs=put_back(alone, rollout.action_mask))
     return rollout
 
 
+def verdict(rollout: Rollout) -> Tensor:
+    """(B,): what each answer is paid for, by the task or by what stands in for it."""
+    return rollout.rewards if rollout.pseudo_rewards is None else rollout.pseudo_rewards
+
+
 def rewards_of(rollout: Rollout, config: RecipeOptions, limit: int) -> list[tuple[float, Tensor]]:
     """(weight, reward (B,)) of the task and of all that is added to it. `limit`: tokens of the longest answer."""
-    lengths, right = rollout.action_mask.sum(1), rollout.rewards >= 1
-    rewards = [(1.0, rollout.rewards)]
+    lengths, right = rollout.action_mask.sum(1), verdict(rollout) >= 1
+    rewards = [(1.0, verdict(rollout))]
     if cache := int(config.overlong * limit):
         rewards.append((1.0, overlong_penalty(lengths, limit, cache)))
     if config.length_reward == "kimi":
@@ -336,8 +409,9 @@ def rewards_of(rollout: Rollout, config: RecipeOptions, limit: int) -> list[tupl
 
 def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: Mesh | None = None) -> Tensor:
     """(B, 1) or (B, S): how much better than expected each answer, or each of its tokens, was."""
-    mask, group, right = rollout.action_mask, rollout.group, rollout.rewards >= 1
+    mask, group, right = rollout.action_mask, rollout.group, verdict(rollout) >= 1
     lengths = mask.sum(1)
+    mean_logprobs = row_sum(rollout.old_logprobs, mask) / lengths.clamp(min=1)
 
     def relative(rewards: Tensor) -> Tensor:
         return turn_advantages(config.credit, rewards, group, rollout.turns, mask, config.turn_gamma,
@@ -352,12 +426,17 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: M
         advantages = sum(weight * relative(reward) for weight, reward in weighed)
     elif config.entropy_credit == "gtpo":
         advantages = gtpo_advantages(right, rollout.old_entropy, mask, group)
+    elif config.listwise != "none":
+        advantages = listwise_advantages(config.listwise, rewards, right, mean_logprobs, group, config.listwise_tau)
     else:
         advantages = relative(rewards)
+    if config.success_power:
+        advantages = advantages * success_weight(rewards, group, config.success_power)
+    if config.positive != 1:
+        advantages = torch.where(advantages > 0, config.positive * advantages, advantages)
     if config.amplify:
         advantages = amplify(advantages, rewards, config.amplify)
     if config.ucpo_tau:
-        mean_logprobs = row_sum(rollout.old_logprobs, mask) / lengths.clamp(min=1)
         advantages = ucpo_advantages(advantages, right, mean_logprobs, group, config.ucpo_tau)
     if config.whiten:
         # One number a row counts as one, not once for each token: verl weighs long rows more here.
@@ -374,7 +453,7 @@ def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
         mask = mask & without_void_turns(rollout.turns, len(rollout)).to(mask.device)[:, None]
     if config.mask_constant:
         _, index = rollout.group.unique(return_inverse=True)
-        mask = mask & ~constant_groups(rollout.rewards, rollout.group)[index][:, None]
+        mask = mask & ~constant_groups(verdict(rollout), rollout.group)[index][:, None]
     return rollout.replace(action_mask=mask)
 
 
@@ -391,12 +470,20 @@ def weigh(minibatch: Rollout, config: RecipeOptions, seed: int, mesh: Mesh | Non
         if config.cov == "kl":
             anchors = config.cov_coef * top_tokens(cov, mask, config.cov_share, mesh)
         else:
-            columns = torch.arange(mask.shape[1], device=mask.device)
-            noise = uniform(seed + 1, minibatch.sample_ids[:, None], columns)  # the token itself was drawn with `seed`
+            noise = token_noise(minibatch, seed + 1)
             weights.append(clip_cov(cov, mask, noise, config.cov_share, mesh=mesh))
+    if config.rescue:
+        minibatch = minibatch.replace(slack=config.rescue * token_noise(minibatch, seed + 3).to(
+            minibatch.old_logprobs.dtype))
     if weights:
         minibatch = minibatch.replace(weights=math.prod(w.to(minibatch.old_logprobs.dtype) for w in weights))
     return minibatch if anchors is None else minibatch.replace(anchors=anchors)
+
+
+def token_noise(minibatch: Rollout, seed: int) -> Tensor:
+    """(B, S) uniform numbers that belong to the tokens, in every layout; the tokens were drawn with another seed."""
+    columns = torch.arange(minibatch.action_mask.shape[1], device=minibatch.action_mask.device)
+    return uniform(seed, minibatch.sample_ids[:, None], columns)
 
 
 def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
@@ -405,9 +492,10 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
 
     logprobs : (B, S) nats, with gradient; `mb` has the rest, cut to the same rows and columns
     """
+    slack = 0.0 if mb.slack is None else mb.slack
     loss, clipped = policy_loss(
         logprobs, mb.old_logprobs, mb.advantages, mb.action_mask, ratio=config.ratio, surrogate=config.surrogate,
-        eps_low=config.eps_low, eps_high=config.eps_high, dual_clip=config.dual_clip, tau=config.tau,
+        eps_low=config.eps_low + slack, eps_high=config.eps_high + slack, dual_clip=config.dual_clip, tau=config.tau,
         tau_negative=config.tau_negative, row_tokens=mb.row_tokens, cp_group=cp_group)
     if mb.weights is not None:
         loss = loss * mb.weights

@@ -50,6 +50,8 @@ class Rollout:
     old_entropy: Tensor | None = None  # (B, S) nats, under the policy before its first update on these rows
     alone_logprobs: Tensor | None = None  # (B, S) nats, of the answer without its prompt
     weights: Tensor | None = None  # (B, S) factor of each token's policy loss
+    slack: Tensor | None = None  # (B, S) by how much further than eps each token's ratio may go
+    pseudo_rewards: Tensor | None = None  # (B,) what stands in for rewards where nobody knows what is right
     anchors: Tensor | None = None  # (B, S) price of each token's |logprobs - old_logprobs|, in nats
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to

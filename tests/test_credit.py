@@ -12,8 +12,10 @@ from minirl.credit import (
     amplify,
     grpo_s_rewards,
     gtpo_advantages,
+    listwise_advantages,
     min_form,
     pure_advantages,
+    success_weight,
     suffix_mask,
     ucpo_advantages,
     vps_advantages,
@@ -163,3 +165,58 @@ def test_no_input_is_changed(function):
     before = [a.clone() for a in arguments]
     function(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
+
+
+# ---- a group as a list ----
+
+def listwise(kind, rewards, group=None, logprobs=None, tau=1.0):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    group = torch.zeros(len(rewards)).long() if group is None else torch.tensor(group)
+    logprobs = torch.zeros(len(rewards)).double() if logprobs is None else logprobs
+    return listwise_advantages(kind, rewards, rewards >= 1, logprobs, group, tau)[:, 0]
+
+
+def test_pairs_ask_only_who_is_better():
+    assert listwise("pairs", [1.0, 0, 0, 0]).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert listwise("pairs", [0.9, 0.1, 5]).tolist() == [0, -1, 1] == listwise("pairs", [3.0, 2, 4]).tolist()
+    rewards, group = torch.tensor([1.0, 0, 0, 1, 0, 1]).double(), torch.tensor([4, 4, 4, 4, 1, 1])
+    rloo = group_advantages(rewards, group, "none", baseline="leave-one-out")[:, 0]
+    assert_close(listwise("pairs", rewards.tolist(), group.tolist()), rloo)
+
+
+def test_a_target_on_the_simplex_draws_towards_good_answers_and_asks_for_no_change_where_all_are_equal():
+    e = math.e
+    assert listwise("simplex", [1.0, 0, 0, 0]).tolist() == pytest.approx([4 * e / (e + 3) - 1] + [4 / (e + 3) - 1] * 3)
+    assert listwise("simplex", [0.3, 0.3], tau=0.1).tolist() == [0, 0]
+    apart = listwise("simplex", [1.0, 0, 1, 0], [0, 0, 1, 1], tau=0.5)
+    assert apart.tolist() == pytest.approx(2 * listwise("simplex", [1.0, 0], tau=0.5).tolist())
+    assert listwise("simplex", [100.0, 0, 0], tau=0.1).tolist() == pytest.approx([2, -1, -1])
+
+
+def test_the_simplex_advantage_is_the_first_step_of_the_projection():
+    """Minus the gradient of KL(w || softmax of the log-ratios), times G, where all log-ratios are 0."""
+    ratios = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([1.0, 0, 0.4]).double().softmax(0)
+    kl = (w * (w.log() - ratios.log_softmax(0))).sum()
+    assert_close(listwise("simplex", [1.0, 0, 0.4]), -3 * torch.autograd.grad(kl, ratios)[0])
+
+
+def test_the_contrast_is_minus_the_derivative_of_infonce():
+    scores = torch.tensor([-0.5, -1.5, -0.2, -2.0, -0.4], dtype=torch.float64, requires_grad=True)
+    right, tau = [0, 1], 0.5
+    losses = [-(scores[i] / tau - torch.stack([scores[i], *scores[2:]]).div(tau).logsumexp(0)) for i in right]
+    want = -torch.autograd.grad(sum(losses) / 2, scores)[0]
+    got = listwise("contrast", [1.0, 1, 0, 0, 0.5], logprobs=scores.detach(), tau=tau)
+    assert_close(got, want)
+    assert got.sum().abs() < 1e-12 and got[1] > got[0], "the right answer that is least apart gains most"
+    both = listwise("contrast", [1.0, 1, 0, 0, 0.5] * 2, [7] * 5 + [3] * 5, scores.detach().repeat(2), tau)
+    assert_close(both, got.repeat(2))
+    for rewards in ([1.0, 1, 1], [0.0, 0, 0]):
+        assert listwise("contrast", rewards, logprobs=scores.detach()[:3]).tolist() == [0, 0, 0]
+
+
+def test_rare_success_weighs_more_and_none_at_all_cannot():
+    rewards, group = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0, 0]).double(), torch.tensor([0] * 4 + [1] * 4 + [2] * 2)
+    assert success_weight(rewards, group, 0.5)[:, 0].tolist() == pytest.approx([2] * 4 + [2**0.5] * 4 + [1] * 2)
+    assert success_weight(rewards, group, 0.0)[:, 0].tolist() == [1] * 10
+    assert success_weight(rewards, group, 1.0)[0, 0] * (1 - 0.25) == 3  # (r - mean) / mean: the likelihood's

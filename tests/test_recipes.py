@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -124,11 +125,12 @@ def test_the_advantages_of_each_paper_by_hand():
 def test_a_constant_group_teaches_nothing_unless_it_is_compared_with_the_batch():
     for recipe in RECIPES:
         got = advantages(recipe, [0.7, 0.7, 0.7, 1.0, 0.2, 0.3], [0, 0, 0, 1, 1, 1], dtype=torch.float32)
-        assert (got[:3] == [0, 0, 0]) == (recipe != "reinforce_pp"), recipe
+        assert (got[:3] == [0, 0, 0]) == (recipe not in ("reinforce_pp", "w_reinforce")), recipe
     assert advantages("reinforce_pp", [1.0, 1.0]) == [0, 0]  # all alike: nothing, and not 0 / 0
 
 
-ABSOLUTE = ("kimi", "cosine", "gdpo", "ucpo", "gtpo", "r3l")  # to these it matters that 1 is right
+ABSOLUTE = ("kimi", "cosine", "gdpo", "ucpo", "gtpo", "r3l", "conspo", "garl", "nsr",
+            "w_reinforce")  # to these it matters that 1 is right
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ABSOLUTE])
@@ -236,6 +238,32 @@ def test_kl_cov_holds_the_token_that_costs_the_most_entropy_and_clip_cov_leaves_
     assert out.weights[:, 0].tolist() == [0, 1, 1, 0] and out.anchors is None
 
 
+def test_praise_can_be_left_out_and_what_is_all_wrong_is_still_blamed():
+    assert advantages("nsr", [1.0, 0, 0, 0]) == [0, -0.5, -0.5, -0.5]
+    assert advantages("nsr", [0.0, 0]) == [-0.5, -0.5] and advantages("nsr", [1.0, 1]) == [0, 0]
+    assert advantages("w_reinforce", [1.0, 0]) == pytest.approx([0.05, -0.5])
+
+
+def test_garl_divides_by_a_power_of_the_success_rate():
+    assert advantages("garl", [1.0, 0, 0, 0]) == pytest.approx([0.75 * 4**0.75, *[-0.25 * 4**0.75] * 3])
+    assert advantages("garl", [0.0, 0]) == [0, 0]
+
+
+def test_a_token_just_outside_of_the_bound_is_rescued_by_chance():
+    n = 4000
+    rollout = rollout_of([1.0] * n, [0] * n, width=1).replace(advantages=torch.ones(n, 1).double())
+    options = Options("nsr_rescue")
+    minibatch = weigh(rollout, options, 0)
+    for over, kept in ((-0.01, 1.0), (0.025, 0.75), (0.075, 0.25), (0.11, 0.0)):
+        ratio = torch.full((n, 1), math.log(1.2 + over) - 1).double().requires_grad_()
+        loss, clipped = recipe_loss(ratio, minibatch, options)
+        loss.sum().backward()
+        assert (ratio.grad != 0).double().mean().item() == pytest.approx(kept, abs=0.03)
+        assert torch.equal(clipped, ratio.grad == 0)
+    again = weigh(rollout.rows(torch.tensor([7, 3])), options, 0).slack
+    assert torch.equal(again, minibatch.slack[[7, 3]]), "the chance belongs to the token"
+
+
 def test_top_entropy_trains_the_share_of_tokens_where_the_policy_was_least_sure():
     rollout = rollout_of([1.0, 0], [0, 0], width=5)
     rollout = rollout.replace(old_entropy=torch.arange(10.0).view(2, 5), advantages=torch.ones(2, 1).double())
@@ -269,7 +297,9 @@ def start(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_row_trains(recipe, start, tmp_path):
-    train_grpo.main(train_grpo.Config(run_dir=str(tmp_path / "run"), init=str(start), recipe=recipe, **TINY))
+    size = 16 if recipe == "co_rewarding" else 4  # else no answer to one wording is the majority of the other
+    train_grpo.main(train_grpo.Config(**TINY | dict(
+        run_dir=str(tmp_path / "run"), init=str(start), recipe=recipe, group_size=size)))
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert rows[-1]["step"] == 1 and rows[-1]["skipped_steps"] == 0 and rows[-1]["grad_norm"] > 0
 

@@ -12,10 +12,11 @@ from minirl.env.gsm8k_calc import GSM8KCalc
 from minirl.env.lookup import lookup
 from minirl.env.programs import code
 from minirl.env.shop import shop
+from minirl.env.thought import Thought
 from minirl.env.walk import Walk
 
 MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown": countdown, "lookup": lookup,
-        "shop": shop, "walk": Walk}  # make their own problems
+        "shop": shop, "thought": Thought, "walk": Walk}  # make their own problems
 READ = {"gsm8k": GSM8K, "gsm8k_calc": GSM8KCalc}  # read them from files
 TASKS = (*sorted([*MADE, *READ]),)
 

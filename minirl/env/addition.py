@@ -48,6 +48,11 @@ class Addition:
         return SingleTurn(example.prompt, lambda action: float(action.removesuffix("\n") == example.answer),
                           has_answer=lambda action: re.fullmatch(r"[0-9]+\n?", action) is not None)
 
+    def rephrase(self, example: Example) -> Example:
+        """The same sum the other way round, for who compares answers to two wordings of one problem."""
+        a, b = example.prompt.removesuffix("=").split("+")
+        return self.problem(int(b), int(a))
+
 
 def unordered(example: Example) -> str:
     """37+58 and 58+37 are held out together, or training would show most held-out sums the other way."""
