@@ -143,7 +143,8 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 # What a resumed run may change: where and how it computes, and how long (a schedule that falls is stretched with it).
 FREE_TO_CHANGE = {"run_dir", "resume", "device", "steps", "save_every", "keep", "eval_every", "eval_problems",
                   "microbatch_size", "max_rows", "save_rollouts", "patience", "gradient_checkpointing", "log_every",
-                  "impl", "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero", "timeout"}
+                  "impl", "dp", "tp", "sp", "pp", "pipeline", "chunks", "cp", "cp_kind", "zero",
+                  "zero_overlap", "timeout"}
 
 
 def open_run(config: Any, mesh: Mesh, free: Container[str] = FREE_TO_CHANGE) -> Path | None:

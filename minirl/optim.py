@@ -118,7 +118,7 @@ class ShardedAdamW(AdamW):
     """AdamW on a model that `parallel.zero.shard` has spread out: each rank updates the slices that it owns.
 
     Options and results are AdamW's. A state has the names that AdamW would give it, but is this rank's alone: of every
-    tensor the numbers that lie here, flat. `zero.merge_states` and `zero.cut_state` lead to any other number of ranks.
+    tensor the numbers that lie here, flat. `layout.read_training` leads to any other number of ranks.
     """
 
     def __init__(self, model: nn.Module, lr: float, **options):
@@ -143,8 +143,8 @@ class ShardedAdamW(AdamW):
         own = [self.layout.rank, self.layout.ranks]
         if "ranks" not in state or state["ranks"].tolist() != own:
             whose = "the whole model" if "ranks" not in state else "rank {} of {}".format(*state["ranks"].tolist())
-            raise UserError("optimizer state of {}, but this is rank {} of {}: cut it anew with zero.merge_states and "
-                            "zero.cut_state".format(whose, *own))
+            raise UserError("optimizer state of {}, but this is rank {} of {}: load_checkpoint(folder, model, mesh) "
+                            "reads what this rank needs".format(whose, *own))
         super().load_state_tensors(state)
 
 

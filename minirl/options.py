@@ -50,6 +50,7 @@ class LayoutOptions:
     cp: int = 1  # ranks that share the columns of every row
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys travel, or columns are exchanged for heads
     zero: int = 0  # spread over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too
+    zero_overlap: bool = False  # --zero 3 computes while it sends, for the memory of two blocks more
     timeout: float = 600.0  # seconds that a rank waits for another; then the job ends with an error
 
 

@@ -65,6 +65,7 @@ class Layout:
     cp: int = 1  # ranks that share the columns of a row
     sp: bool = False  # share the tokens between tensor-parallel layers as well
     zero: int = 0  # 1 optimizer, 2 gradients, 3 parameters in slices over dp x cp
+    zero_overlap: bool = False  # ZeRO-3 computes while it sends, for two units' memory more
     schedule: Kind = "1f1b"  # of the pipeline
     chunks: int = 1  # slices of the model a stage, for interleaved
     context: Literal["ring", "ulysses"] = "ring"  # how --cp brings keys and queries together
@@ -101,6 +102,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that have the same weights: the data group, over which ZeRO cuts."""
         return self.dp * self.cp
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """How many ranks a group has, by the ledger's names."""
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp_cp": self.replicas}
 
     @property
     def rows(self) -> int:
@@ -146,12 +152,10 @@ class Layout:
 
 def mesh_at(layout: Layout, stage: int = 0) -> Mesh:
     """The mesh of the first rank of a stage, with groups of the right sizes that cannot communicate."""
-    def group(name: str, size: int, rank: int = 0) -> Group:
-        return Group(name, tuple(range(size)), rank)
-
-    return Mesh(layout.dp, layout.pp, layout.cp, layout.tp, pp_rank=stage, dp_group=group("dp", layout.dp),
-                pp_group=group("pp", layout.pp, stage), cp_group=group("cp", layout.cp),
-                tp_group=group("tp", layout.tp), data_group=group("dp_cp", layout.replicas))
+    sizes = layout.groups | {"dp": layout.dp}
+    groups = {name: Group(name, tuple(range(size)), stage if name == "pp" else 0) for name, size in sizes.items()}
+    return Mesh(layout.dp, layout.pp, layout.cp, layout.tp, pp_rank=stage, data_group=groups.pop("dp_cp"),
+                **{f"{name}_group": group for name, group in groups.items()})
 
 
 def local_model(config: ModelConfig, layout: Layout, stage: int = 0) -> Transformer:
@@ -164,8 +168,19 @@ def local_model(config: ModelConfig, layout: Layout, stage: int = 0) -> Transfor
     model = model.to(getattr(torch, layout.dtype))
     if layout.lora_rank:
         add_lora(model, layout.lora_rank, generator=torch.Generator())
+    if layout.qlora:
+        for module in model.layers.modules():
+            if isinstance(module, nn.Linear):  # no parameter any more, as in `nf4.NF4Linear`
+                module.quantised = nf4_bytes(module.weight.numel())
+                module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
     return parallelize(model, mesh_at(layout, stage), sequence=layout.sp, zero_stage=layout.zero,
-                       schedule=layout.schedule, chunks=layout.chunks, context_kind=layout.context)
+                       zero_overlap=layout.zero_overlap, schedule=layout.schedule, chunks=layout.chunks,
+                       context_kind=layout.context)
+
+
+def blocks_of(model: Transformer) -> list[Block]:
+    """Those that are on this stage."""
+    return [block for block in model.layers if isinstance(block, Block)]
 
 
 class Held(NamedTuple):
@@ -175,26 +190,31 @@ class Held(NamedTuple):
     frozen: int
     own_trained: int  # of which this rank owns, as ZeRO deals them out: a part of 1 / (dp cp), or all
     own_frozen: int
-    unit: int  # of the largest trained unit (a block, or embedding with norm and head), 0 without ZeRO
-    root: int  # of the unit that is no block, trained or not
-    block: int  # of the largest block
+    ends: int  # of the units before and behind the blocks
+    passing: int  # that ZeRO has besides at the fullest moment: units' parameters and gradients, before they are cut
 
 
 def held(model: Transformer) -> Held:
     """Count the parameters of a rank, which `local_model` has cut."""
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is kind) for kind in (True, False))
-    if not hasattr(model, "zero"):
-        return Held(trained, frozen, trained, frozen, 0, 0, 0)
-    units = model.zero.units
-    flats = [(number, flat.size, flat.size * flat.group.size, flat.shard.requires_grad)
-             for number, unit in units.items() for flat in unit]
-    trained = sum(whole for _, _, whole, grad in flats if grad)
-    own = sum(size for _, size, _, grad in flats if grad)
-    kept = sum(size for _, size, _, grad in flats if not grad)
-    of = {number: sum(whole for n, _, whole, _ in flats if n == number) for number in units}
-    largest = max((whole for _, _, whole, grad in flats if grad), default=0)
-    return Held(trained, frozen, own, kept if model.zero.stage == 3 else frozen, largest, of.pop(zero.ROOT, 0),
-                max(of.values(), default=0))
+    if (sharded := getattr(model, "zero", None)) is None:
+        return Held(trained, frozen, trained, frozen, 0, 0)
+    flats = [(flat.size, flat.shard.requires_grad) for unit in sharded.units.values() for flat in unit]
+    own, kept = (sum(size for size, trained in flats if trained is kind) for kind in (True, False))
+    whole = {number: sum(len(flat.whole) for flat in unit) for number, unit in sharded.units.items()}
+    found = [sum(len(flat.whole) for flat in unit if flat.shard.requires_grad) for unit in sharded.units.values()]
+    if sharded.stage < 3 or sharded.overlap:
+        largest = max(found)
+        passing = 2 * largest + largest // sharded.mesh.data_group.size  # found, on their way, and the slice that comes
+        if sharded.stage == 3:
+            passing += 2 * max(whole.values())
+    else:
+        pairs = [size + whole.get(number + 1, 0) for number, size in whole.items()]
+        passing = max(*pairs, *(size + grads for size, grads in zip(whole.values(), found, strict=True)))
+    ends = sum(size for number, size in whole.items() if number in (zero.EMBEDDING, sharded.behind))
+    if sharded.stage == 3 and sharded.stays:
+        passing += whole[zero.EMBEDDING]
+    return Held(own * sharded.mesh.data_group.size, frozen, own, kept if sharded.stage == 3 else frozen, ends, passing)
 
 
 def nf4_bytes(numbers: int) -> int:
@@ -238,26 +258,15 @@ def state_memory(trained: float, frozen: float = 0, own_trained: float | None = 
 def rank_memory(config: ModelConfig, layout: Layout, stage: int) -> Memory:
     """The memory of the first rank of a stage."""
     model = local_model(config, layout, stage)
-    count, quantised = held(model), 0
-    if layout.qlora:
-        linears = [module.weight.numel() for name, module in model.layers.named_modules()
-                   if isinstance(module, nn.Linear) and not module.weight.requires_grad]
-        quantised = sum(map(nf4_bytes, linears))
-        kept = count.frozen - sum(linears)
-        shared = kept // layout.replicas if layout.zero == 3 else kept
-        count = count._replace(frozen=kept, own_frozen=shared, block=0)
+    count, quantised = held(model), sum(getattr(module, "quantised", 0) for module in model.modules())
     memory = state_memory(count.trained, count.frozen, count.own_trained, count.own_frozen, layout.zero,
                           layout.itemsize)
-    gradients, buffers = memory.gradients, 0
+    gradients = memory.gradients
     if layout.zero >= 2 and layout.pp > 1:  # whole until the last microbatch, and then in slices besides
         gradients += count.trained * layout.itemsize
-    if layout.zero:
-        buffers += 2 * count.unit  # one unit's gradients are found while another's are on their way
-    if layout.zero == 3:
-        buffers += count.root + 2 * count.block
     activations, head = activation_memory(config, layout, model, stage)
     return replace(memory, parameters=memory.parameters + quantised, gradients=gradients, activations=activations,
-                   head=head, buffers=buffers * layout.itemsize)
+                   head=head, buffers=count.passing * layout.itemsize)
 
 
 def fullest(config: ModelConfig, layout: Layout) -> tuple[int, Memory]:
@@ -318,9 +327,10 @@ def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, s
     alone, and one block at a time is there in full.
     """
     D, s, wide = config.hidden_size, layout.itemsize, layout.wide
-    blocks = [block for block in model.layers if isinstance(block, Block)]
+    blocks = blocks_of(model)
     attention, up = blocks[0].self_attn, blocks[0].mlp.up_proj
-    block = block_bytes(config, layout, attention.heads, attention.kv_heads, getattr(up, "base", up).weight.shape[0])
+    width = len(up.lora_B if layout.lora_rank else up.weight)
+    block = block_bytes(config, layout, attention.heads, attention.kv_heads, width)
     kept = layout.stream * D * s if layout.gradient_checkpointing else block
     live, last = 1, True  # slices of the stage that wait for their backward
     layers, slices = len(blocks), 1
@@ -356,7 +366,7 @@ def role_memory(config: ModelConfig, layout: Layout, rows: int, length: int) -> 
     """
     stage, policy = fullest(config, layout)
     model = local_model(config, layout, stage)
-    blocks = [block for block in model.layers if isinstance(block, Block)]
+    blocks = blocks_of(model)
     frozen = 0 if layout.lora_rank else policy.parameters
     cache = cache_bytes(config, layout.itemsize, len(blocks), blocks[0].self_attn.kv_heads)
     return {"policy": policy.total, "critic": policy.total, "reference": frozen, "reward model": policy.parameters,
@@ -384,7 +394,7 @@ def tensor_traffic(config: ModelConfig, layout: Layout, model: Transformer, stag
     if layout.tp == 1:
         return {}
     first, last = stage == 0, stage == layout.pp - 1
-    layers = sum(isinstance(block, Block) for block in model.layers)
+    layers = len(blocks_of(model))
     again = layers * layout.gradient_checkpointing
     # A frozen embedding wants no gradient, and so the first matrices that read it send none back.
     frozen = first and layout.lora_rank > 0
@@ -427,7 +437,7 @@ def data_traffic(layout: Layout, count: Held) -> Traffic:
     if layout.zero < 3:
         return traffic | {("all_gather", "dp_cp"): count.trained * s}
     whole = count.trained + count.own_frozen * layout.replicas
-    return traffic | {("all_gather", "dp_cp"): (2 * M * (whole - count.root) + count.root) * s}
+    return traffic | {("all_gather", "dp_cp"): (2 * M * (whole - count.ends) + M * count.ends) * s}
 
 
 def pipeline_traffic(config: ModelConfig, layout: Layout, model: Transformer, stage: int) -> Traffic:
@@ -447,7 +457,7 @@ def context_traffic(config: ModelConfig, layout: Layout, model: Transformer) -> 
     """What a rank sends to bring keys and queries together, an update (`context.py`)."""
     if layout.cp == 1:
         return {}
-    blocks = [block for block in model.layers if isinstance(block, Block)]
+    blocks = blocks_of(model)
     heads, kv_heads = blocks[0].self_attn.heads, blocks[0].self_attn.kv_heads
     passes, N = 1 + layout.gradient_checkpointing, layout.cp
     head = layout.tokens * config.head_dim  # numbers of one head on this rank
@@ -476,10 +486,9 @@ def on_wire(operation: str, size: int, count: int) -> int:
 
 def wire(layout: Layout, sent: Traffic) -> dict[str, int]:
     """Bytes on the wire of one rank, by group."""
-    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp_cp": layout.replicas}
     total: dict[str, int] = {}
     for (operation, group), count in sent.items():
-        total[group] = total.get(group, 0) + on_wire(operation, sizes[group], count)
+        total[group] = total.get(group, 0) + on_wire(operation, layout.groups[group], count)
     return total
 
 
@@ -617,8 +626,7 @@ def memory_table(config: ModelConfig, layout: Layout) -> str:
 
 
 def traffic_table(layout: Layout, sent: Traffic) -> str:
-    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp_cp": layout.replicas}
-    rows = [("GB an update", "group", "ranks", "tensors", "on the wire")]
+    sizes, rows = layout.groups, [("GB an update", "group", "ranks", "tensors", "on the wire")]
     rows += [(operation, group, str(sizes[group]), gb(count), gb(on_wire(operation, sizes[group], count)))
              for (operation, group), count in sorted(sent.items())]
     return table(rows)

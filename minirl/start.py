@@ -80,5 +80,5 @@ def open_reference(config, policy: Transformer, dtype: torch.dtype,
 def spread(model: Transformer, config, mesh: Mesh, zero_stage: int) -> Transformer:
     """`parallelize` by the flags."""
     model.head_impl = config.impl
-    return parallelize(model, mesh, sequence=config.sp, zero_stage=zero_stage, schedule=config.pipeline,
-                       chunks=config.chunks, context_kind=config.cp_kind)
+    return parallelize(model, mesh, sequence=config.sp, zero_stage=zero_stage, zero_overlap=config.zero_overlap,
+                       schedule=config.pipeline, chunks=config.chunks, context_kind=config.cp_kind)

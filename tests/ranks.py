@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait starve others of few cores
 context = multiprocessing.get_context("forkserver")
@@ -114,3 +117,43 @@ def bytes_in_memory() -> int:
             if x is not None and not x.is_meta:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+class Weigh(TorchDispatchMode):
+    """Counts the bytes of all storages made inside, after each operation: Python's and those that only autograd has.
+
+    with weigh, weigh.activations():    what autograd keeps for backward, but for `weights`, is left out
+
+    most : the largest count since it was set to 0
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.kept, self.weights = {}, {}, set()
+        self.most, self.blind = 0, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if not self.blind:
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    self.made[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+            self.most = max(self.most, self.now())
+        return result
+
+    def now(self) -> int:
+        for found in (self.made, self.kept):
+            for key in [key for key, reference in found.items() if reference.expired()]:
+                del found[key]
+        counted = [self.made[key] for key in self.made.keys() - self.kept.keys()]
+        storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in counted]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def activations(self):
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            if storage._cdata not in self.weights:
+                self.kept[storage._cdata] = StorageWeakRef(storage)
+            return x
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)

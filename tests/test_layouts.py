@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import bytes_in_memory, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from minirl import checkpoint
 from minirl.architectures import Stored
@@ -23,7 +23,8 @@ from minirl.losses import aggregate, clipped_surrogate, loss_total, policy_stats
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw, clip_gradients
 from minirl.parallel import Mesh, forward_backward, init_mesh, tensor, zero
-from minirl.parallel.layout import parallelize
+from minirl.parallel.layout import Saved, parallelize, read_training
+from minirl.parallel.placement import Placement
 from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
@@ -242,3 +243,114 @@ def test_no_rank_holds_two_copies_of_the_model_while_it_is_opened_or_saved(tmp_p
             assert found["opened"] < P + found["kept"] + 2 * embedding < 2 * P, where
             file = P if "zero_stage" in layout else 0 if rank else P // files  # ZeRO-3 gathers all of it, to read
             assert found["saved"] < found["kept"] + file + 3 * embedding < 2 * P, where
+
+
+# ------------------------------------------------------------------ the optimizer's state, in slices
+
+
+def state_of_57() -> dict:
+    """AdamW's state of a matrix of 35 numbers and a vector of 22, each number another one."""
+    state = {"step": torch.tensor(3), "rng.torch": torch.arange(5)}
+    for i, kind in enumerate(("exp_avg", "exp_avg_sq", "master")):
+        numbers = 100.0 * i + torch.arange(57)
+        state |= {f"{kind}.a.weight": numbers[:35].view(5, 7), f"{kind}.b": numbers[35:]}
+    return state
+
+
+def save_57(folder: Path, ranks: int, cuts: dict | None = None) -> tuple[dict, list[int]]:
+    """Write it as `ranks` ranks of ZeRO do, each of `cuts`' parts over tp for itself; its layout, and slices' sizes."""
+    tp = len(next(iter(cuts.values()))[1]) if cuts else 1
+    layout, sizes = {"pp": 1, "tp": tp, "data": ranks, "cut": cuts or {}}, []
+    for part in range(tp):
+        whole = dict(state_of_57())
+        for key in whole:
+            dim, parts, _ = layout["cut"].get(key.partition(".")[2], (None, (), 1))
+            if dim is not None:
+                whole[key] = whole[key].narrow(dim, sum(parts[:part]), parts[part])
+        shapes = {key.partition(".")[2]: x.shape for key, x in whole.items() if key.startswith("exp_avg.")}
+        size = -(-sum(map(prod, shapes.values())) // ranks)
+        for rank in range(ranks):
+            mine, offset = {"step": whole["step"], "rng.torch": whole["rng.torch"]}, 0
+            for name, shape in shapes.items():
+                start, stop = zero.span(offset, prod(shape), size, rank)
+                mine |= {f"{kind}.{name}": whole[f"{kind}.{name}"].flatten()[start:stop].clone()
+                         for kind in ("exp_avg", "exp_avg_sq", "master")}
+                mine |= {f"shape.{name}": torch.tensor(shape), "ranks": torch.tensor([rank, ranks])}
+                offset += prod(shape)
+            sizes.append(sum(len(mine[f"exp_avg.{name}"]) for name in shapes))
+            save_file(mine, folder / (f"state_pp0_tp{part}_data{rank}.safetensors" if tp * ranks > 1 else
+                                      "state.safetensors"))
+    return layout, sizes
+
+
+CUTS = {"a.weight": (1, (3, 2, 2), 1), "b": (0, (8, 7, 7), 1)}
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "cuts"), [
+    (2, [29, 28], {}), (4, [15, 15, 15, 12], {}), (6, [10] * 5 + [7], {}), (20, [3] * 19 + [0], {}),
+    (2, [12, 11, 9, 8, 9, 8], CUTS), (3, [9, 9, 7, 6, 6, 5, 6, 6, 5], CUTS | {"a.weight": (0, (2, 2, 1), 1)})])
+def test_57_numbers_are_cut_into_even_slices_and_come_back_without_padding(ranks, sizes, cuts, tmp_path):
+    layout, found = save_57(tmp_path, ranks, cuts)
+    if not cuts:
+        assert found == sizes
+    merged = read_training(tmp_path, layout)
+    assert merged.keys() == state_of_57().keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in state_of_57().items())
+    saved = Saved(tmp_path, layout)
+    for start in range(35):  # any numbers of it, whole or of a part of its columns or rows
+        for stop in range(start, 36):
+            numbers = saved.read("exp_avg.a.weight", Placement(), 0, (start, stop))
+            assert torch.equal(numbers, torch.arange(35.0)[start:stop])
+    for dim, sizes_now in ((1, (4, 3)), (0, (3, 2))):
+        if cuts and cuts["a.weight"][0] != dim:
+            continue
+        for part, whole in enumerate(torch.arange(35.0).view(5, 7).split(sizes_now, dim)):
+            now = Placement(dim, sizes_now)
+            assert torch.equal(saved.read("exp_avg.a.weight", now, part, None), whole)
+            for start in range(whole.numel() + 1):
+                numbers = saved.read("exp_avg.a.weight", now, part, (start, min(start + 5, whole.numel())))
+                assert torch.equal(numbers, whole.flatten()[start : start + 5])
+
+
+def test_states_that_are_not_complete_or_not_of_one_save_are_refused(tmp_path):
+    layout, _ = save_57(tmp_path, 4)
+    file = tmp_path / "state_pp0_tp0_data1.safetensors"
+    state = load_file(file)
+    save_file(state | {"step": torch.tensor(4)}, file)
+    with pytest.raises(UserError, match=r"not of one save: they have steps \[3, 4\]"):
+        read_training(tmp_path, layout)
+    save_file(state | {"exp_avg.a.weight": state["exp_avg.a.weight"][1:].clone()}, file)
+    with pytest.raises(UserError, match=r"exp_avg.a.weight has 34 numbers in 4 parts, but \[5, 7\] needs 35"):
+        read_training(tmp_path, layout)
+
+
+def read_in_slices(folder: str, layout: dict) -> dict[str, int]:
+    """On a rank in another layout: bytes in memory while its share of a state is read, and bytes read in all."""
+    mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
+    model = parallelize(model_of(LLAMA), mesh, **{name: value for name, value in layout.items() if name not in AXES})
+    gc.collect()
+    gc.freeze()
+    seen, read, box = [], [], Saved.box
+
+    def watched(*args):
+        part = box(*args)
+        seen.append(bytes_in_memory())
+        read.append(part.nbytes)
+        return part
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saved, "box", watched)
+        state, _ = load_checkpoint(folder, model, mesh)
+    gc.unfreeze()
+    return {"state": sum(x.nbytes for x in state.values()), "peak": max(seen), "read": sum(read)}
+
+
+def test_no_rank_holds_or_reads_the_whole_optimizer_to_go_on_in_another_layout(tmp_path):
+    run_ranks(write, 4, str(tmp_path), dict(tp=2, pp=2))
+    whole = sum(x.nbytes for x in load_checkpoint(tmp_path / "step_2")[0].values())
+    tensor_ = 8 * 258 * 32  # the embedding's, float64
+    for layout, of in ((dict(dp=4, zero_stage=1), 4), (dict(dp=2, tp=2, zero_stage=3), 4), (dict(tp=4), 3)):
+        for found in run_ranks(read_in_slices, 4, str(tmp_path / "step_2"), layout):
+            assert found["state"] < whole / of * 1.3, (layout, found, whole)
+            assert found["peak"] < found["state"] + tensor_, (layout, found, whole)
+            assert found["read"] < 1.2 * found["state"], (layout, found, whole)

@@ -1,7 +1,7 @@
 """ZeRO (arXiv:1910.02054): N replicas need not hold N copies. In three steps, over one idea.
 
-The idea: the parameters of a unit (a block; or the embedding, last norm and head together) lie in one flat vector,
-padded to a multiple of N. **Rank r owns slice r**, and it alone updates those numbers.
+The idea: the parameters of a unit (the embedding; a block; last norm and head) lie in one flat vector, padded to a
+multiple of N. **Rank r owns slice r**, and it alone updates those numbers.
 
     unit          [ q_proj      | k_proj  | ...  | down_proj     | norms |pad]      matrices first, so that those which
     N = 4         [ rank 0      | rank 1       | rank 2        | rank 3      ]      decay are the first of a slice, too
@@ -10,7 +10,7 @@ padded to a multiple of N. **Rank r owns slice r**, and it alone updates those n
     0             nothing                                all-reduce of the gradients              (P numbers)
     1             optimizer                              reduce-scatter of the gradients, all-gather of the parameters
     2             optimizer, gradients                   M reduce-scatters, one all-gather
-    3             optimizer, gradients, parameters       M reduce-scatters, 2 M all-gathers (the embedding's unit: one)
+    3             optimizer, gradients, parameters       M reduce-scatters, 2 M all-gathers (embedding and head: M)
 
 A ring all-reduce *is* a reduce-scatter and an all-gather (`ring.py`), so step 1 sends what plain data parallelism does,
 and so does step 2 with one microbatch; step 3 sends half as much again. A trained parameter costs a rank, in bytes
@@ -22,14 +22,20 @@ and so does step 2 with one microbatch; step 3 sends half as much again. A train
     2             4      2            4 / N  2 / N        8 / N  12 / N
     3             4 / N  2 / N        4 / N  2 / N        8 / N  12 / N
 
-and a frozen one (LoRA's base) only its first column. Besides, for a while: step 2 two units' gradients (one being
-found, one on its way), step 3 two blocks' parameters as well, four blocks in all at the peak, and from the first
-forward to the last backward of an update the embedding's unit, because the head reads it outside of any module's
-forward (`model.head_weight`).
+and a frozen one (LoRA's base) only its first column. Besides, for a while: step 2 two units' gradients, one being
+found and one on its way; and step 3 **two units**, which are
 
-Step 3 gathers a block before its forward and before its backward, and drops it after each; the next block is on its way
-while one computes. With recomputed blocks (`gradient_checkpointing`) backward's gather serves both. Whatever else reads
-parameters, sampling above all, does so in `with gathered(model)`, which gathers all of them once.
+    forward     a unit's parameters, and the next one's, on their way while it computes
+    backward    a unit's parameters and its gradients as they are found; then, without the parameters, the gradients and
+                the vector that they leave in, which is gone before the next unit's parameters come
+
+So backward computes, or it sends: to do both at once (`overlap`) takes four units, two of parameters and two of
+gradients. A tied embedding is one matrix more either way: it stays here from the first forward to the head's backward,
+and as a gradient from there to the end.
+
+A block is gathered before its forward and before its backward, and dropped after each. With recomputed blocks
+(`gradient_checkpointing`) backward's gather serves both. Whatever else reads parameters, sampling above all, does so in
+`with gathered(model)`, which gathers all of them once.
 
     zero.shard(model, mesh, stage=3)
     optimizer = ShardedAdamW(model, lr, offload=True)             offload: averages and masters in the host's memory
@@ -47,10 +53,9 @@ an all-to-all in place of the reduce-scatter. The first and the last change the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -63,11 +68,13 @@ from minirl.parallel.data import Bucket, Overlap, complete_gradients, flat_gradi
 from minirl.parallel.mesh import Group, Mesh
 from minirl.parallel.placement import is_tied, mark_tied
 
-ROOT = -1  # number of the unit that is no block
+EMBEDDING = -1  # number of the unit before block 0; what is behind the last of L blocks has number L
 
 
-def shard(model: Transformer, mesh: Mesh, stage: int) -> Transformer:
+def shard(model: Transformer, mesh: Mesh, stage: int, overlap: bool = False) -> Transformer:
     """Spread the model over the mesh's data group, in place; stage 0 leaves it as it is. Returns the model.
+
+    overlap : in step 3 backward goes on while gradients leave and the next block comes, for two blocks' memory more
 
     From then on `parameter.piece` is what this rank owns of a parameter, gradient included. Do not move or cast the
     model afterwards: its parameters are views.
@@ -77,7 +84,7 @@ def shard(model: Transformer, mesh: Mesh, stage: int) -> Transformer:
     if hasattr(model, "zero"):
         raise UserError(f"the model is sharded already, by ZeRO-{model.zero.stage}: load it anew to change that")
     if stage:
-        model.zero = Zero(model, mesh, stage)
+        model.zero = Zero(model, mesh, stage, overlap)
     return model
 
 
@@ -213,33 +220,38 @@ def flats_of(number: int, named: Mapping[str, nn.Parameter], group: Group, keep:
 class Zero(Overlap):
     """The units of a sharded model. As a context it is what `Overlap` is, with other collectives."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, stage: int):
-        self.mesh, self.stage, self.held = mesh, stage, False
+    def __init__(self, model: Transformer, mesh: Mesh, stage: int, overlap: bool = False):
+        self.mesh, self.stage, self.overlap, self.held = mesh, stage, overlap, False
         self.every = stage >= 2 and mesh.pp == 1  # gradients leave after every microbatch, not after the last alone
         self.in_step = stage >= 2
         mark_tied(model)
+        self.behind = len(model.layers)
+        self.head = (self.behind, EMBEDDING) if model.tied else (self.behind,)  # units that the head reads
+        self.stays = model.tied and mesh.pp == 1  # the embedding, until the head has been through
         units: dict[int, dict[str, nn.Parameter]] = {}
         for name, p in model.named_parameters():
             if p.requires_grad or stage == 3:
-                number = int(name.split(".")[1]) if name.startswith("layers.") else ROOT
+                first, number, *_ = f"{name}.".split(".")
+                number = int(number) if first == "layers" else EMBEDDING if "embed" in first else self.behind
                 units.setdefault(number, {})[name] = p
         self.units = {number: flats_of(number, named, mesh.data_group, stage < 3) for number, named in units.items()}
-        # Blocks from the last to the first, as backward finds them, then the rest, for the embedding comes at the end.
+        # As backward finds them: what is behind the blocks, blocks from the last to the first, the embedding.
         self.buckets = [flat for number in sorted(self.units, reverse=True) for flat in self.units[number]
                         if flat.shard.requires_grad]
-        self.current: int | None = None  # the block that backward is in
-        if stage == 3:
-            for number in self.units.keys() - {ROOT}:
-                model.layers[number].register_forward_pre_hook(partial(self.before_forward, number))
-                model.layers[number].register_forward_hook(partial(self.after_forward, number))
+        embeddings = [module for name, module in model.named_children() if name.startswith("embed_")]
+        self.modules = [(EMBEDDING, module) for module in embeddings] + [*enumerate(model.layers)]
 
     # gradients
 
     def __enter__(self) -> Zero:
-        self.need(ROOT)
         self.coming: Callable[[], None] | None = None  # receives the gradient that is on its way
-        self.current = None
-        return super().__enter__()
+        self.current: int | None = None  # the unit that backward is in
+        super().__enter__()
+        if self.stage == 3:
+            for number, module in self.modules:
+                self.hooks += [module.register_forward_pre_hook(partial(self.before_forward, number)),
+                               module.register_forward_hook(partial(self.after_forward, number))]
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *details) -> None:
         super().__exit__(kind, *details)
@@ -251,16 +263,22 @@ class Zero(Overlap):
         """As Overlap's; with step 2 or 3 every microbatch sends its gradients, for no rank has room to keep them."""
         if self.every:
             self.refill()
+        if grad is None:  # from a loss, so through the head
+            self.need(*self.head)
+            self.current = self.behind
         super().backward(tensor, last or self.every, grad)
         if self.every:
             self.flush()
+        if not self.overlap:
+            self.receive()
         self.current = None
-        self.release(*self.units.keys() - {ROOT})
+        self.release(*self.units)
 
     @torch.no_grad()
     def send(self, flat: Flat) -> None:
         """The unit's gradients leave; what comes back, this rank's slice of the sum, is added to shard.grad."""
         self.receive()  # the one before: at most one on its way, and one being found
+        self.drop(flat)  # the gradients are there, so all has been read; and the next line needs the room
         complete_gradients(flat.parameters, self.mesh.tp_group)
         whole = flat_gradients(flat.parameters, len(flat.whole))
         for p in flat.parameters:
@@ -291,59 +309,71 @@ class Zero(Overlap):
     # parameters, in step 3
 
     def hold(self) -> None:
-        for number in self.units:
-            self.prefetch(number)
-        for number in self.units:
-            self.need(number)
+        self.prefetch(*self.units)
+        self.need(*self.units)
         self.held = True
 
-    def need(self, number: int) -> None:
-        """The unit is here when this returns."""
-        self.prefetch(number)
-        for flat in self.units.get(number, ()):
-            flat.end_gather()
+    def need(self, *numbers: int) -> None:
+        """The units are here when this returns."""
+        self.prefetch(*numbers)
+        for number in numbers:
+            for flat in self.units.get(number, ()):
+                flat.end_gather()
 
-    def prefetch(self, number: int) -> None:
-        """Ask for a unit, if it is not here and there is one of that number."""
-        for flat in self.units.get(number, ()):
-            if not flat.here:
-                flat.begin_gather()
+    def prefetch(self, *numbers: int) -> None:
+        """Ask for units, if they are not here and there are some of those numbers."""
+        for number in numbers:
+            for flat in self.units.get(number, ()):
+                if not flat.here:
+                    flat.begin_gather()
 
     def release(self, *numbers: int) -> None:
         for number in numbers:
             for flat in self.units.get(number, ()):
-                if flat.here and not flat.keep and not self.held:
-                    flat.free()
+                self.drop(flat)
+
+    def drop(self, flat: Flat) -> None:
+        if flat.here and not flat.keep and not self.held:
+            flat.free()
 
     def before_forward(self, number: int, *_) -> None:
-        if number != self.current:  # else backward is recomputing the block that it is in
-            self.need(number)
-            self.prefetch(number + 1)
+        if number == self.current:  # backward is recomputing the block that it is in
+            return
+        if number == 0 and not self.stays:
+            self.release(EMBEDDING)
+        self.need(number)
+        self.prefetch(number + 1)
 
     def after_forward(self, number: int, block: nn.Module, args: tuple, output: Tensor) -> None:
         if number == self.current:
             return
-        self.release(number)
+        if number != EMBEDDING:  # which the head may read yet
+            self.release(number)
+        if number + 1 == self.behind:
+            self.need(*self.head)
         if output.requires_grad:
             output.register_hook(partial(self.before_backward, number))
 
     def before_backward(self, number: int, grad: Tensor) -> None:
-        """The gradient of a block's output is known, so backward is through with the block behind it.
+        """The gradient of a unit's output is known, so backward is through with the unit behind it.
 
-        To drop that one when its last gradient was found would have been too soon: those of adapters are found before a
-        frozen norm is read. And if a gradient is still missing there, since no row of this rank reaches the parameter,
-        the others leave now: later they would come after the next gather here, and before it on other ranks.
+        To drop all of that one when its last gradient was found would have been too soon: those of adapters are found
+        before a frozen norm is read. And if a gradient is still missing there, since no row of this rank reaches the
+        parameter, the others leave now: later they would come after the next gather here, and before it on other ranks.
         """
-        if self.current is not None:
-            self.release(self.current)
+        self.release(*(self.head if number + 1 == self.behind else [number + 1]))
         while self.armed and self.queue and self.queue[0].number > number:
             self.send(self.queue.pop(0))
         self.current = number
-        self.need(number)
-        self.prefetch(number - 1)
+        if not self.overlap:
+            self.receive()
+        if number != EMBEDDING:  # whose backward reads no weights
+            self.need(number)
+        if self.overlap and number > 0:
+            self.prefetch(number - 1)
 
 
-# ---- the optimizer's state, for any number of ranks ----
+# ---- the optimizer's state ----
 
 class Layout(NamedTuple):
     """Which numbers of each parameter a rank owns."""
@@ -359,45 +389,3 @@ def layout_of(model: nn.Module) -> Layout:
     pieces = {name: p.piece for flat in zero.buckets for name, p in flat.named.items()}
     return Layout(zero.mesh.data_group.rank, zero.mesh.data_group.size,
                   {name: (piece.start, piece.stop) for name, piece in pieces.items()})
-
-
-def merge_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The states of all ranks (`ShardedAdamW.state_tensors`), in any order -> that of AdamW on the whole model.
-
-    UserError: the state of a rank is missing, or they do not belong together.
-    """
-    ranks = int(states[0]["ranks"][1])
-    found = {int(state["ranks"][0]): state for state in states}
-    if missing := [rank for rank in range(ranks) if rank not in found]:
-        raise UserError(f"the optimizer state of rank {missing[0]} of {ranks} is missing ({len(missing)} such): "
-                        "all were saved together, and are needed together")
-    parts = [found[rank] for rank in range(ranks)]
-    if any(part.keys() != parts[0].keys() or int(part["step"]) != int(parts[0]["step"])
-           or int(part["ranks"][1]) != ranks for part in states):
-        raise UserError("the optimizer states of the ranks are not of one save: they differ in names, step or number")
-    whole = {"step": parts[0]["step"]}
-    for key in parts[0]:
-        kind, _, name = key.partition(".")
-        if name and kind != "shape":
-            shape = parts[0][f"shape.{name}"].tolist()
-            numbers = torch.cat([part[key] for part in parts])
-            if len(numbers) != prod(shape):
-                raise UserError(f"optimizer state {key} has {len(numbers)} numbers in {ranks} parts, but {shape} needs "
-                                f"{prod(shape)}: a part is truncated")
-            whole[key] = numbers.view(shape)
-    return whole
-
-
-def cut_state(whole: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """AdamW's state of the whole model -> one rank's (`ShardedAdamW.layout`); the way back of `merge_states`."""
-    state = {"step": whole["step"], "ranks": torch.tensor([layout.rank, layout.ranks])}
-    for key, tensor in whole.items():
-        _, _, name = key.partition(".")
-        if name and name not in layout.spans:
-            raise UserError(f"optimizer state {key} is of no parameter that is trained here: resume with the model of "
-                            "the saved run")
-        if name:
-            start, stop = layout.spans[name]
-            state[key] = tensor.flatten()[start:stop]
-            state[f"shape.{name}"] = torch.tensor(tensor.shape, dtype=torch.int64)
-    return state
