@@ -329,7 +329,7 @@ def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, s
     D, s, wide = config.hidden_size, layout.itemsize, layout.wide
     blocks = blocks_of(model)
     attention, up = blocks[0].self_attn, blocks[0].mlp.up_proj
-    width = len(up.lora_B if layout.lora_rank else up.weight)
+    width = (up.lora_B if layout.lora_rank else up.weight).shape[0]
     block = block_bytes(config, layout, attention.heads, attention.kv_heads, width)
     kept = layout.stream * D * s if layout.gradient_checkpointing else block
     live, last = 1, True  # slices of the stage that wait for their backward

@@ -11,6 +11,7 @@ import pickle
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -101,6 +102,8 @@ def _rank(writer: Connection, function: Callable, args: tuple) -> None:
 def _child(function: Callable, args: tuple, threads: int, environment: dict[str, str], output: Path | None) -> None:
     os.environ.update(environment, OMP_NUM_THREADS=str(threads))
     torch.set_num_threads(threads)
+    for kind in (FutureWarning, DeprecationWarning):  # of torch above all: what it will take away is not used
+        warnings.simplefilter("error", kind)
     if output:
         with open(output, "a") as file:
             os.dup2(file.fileno(), 1)
@@ -142,12 +145,14 @@ class Weigh(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        for found in (self.made, self.kept):
-            for key in [key for key, reference in found.items() if reference.expired()]:
-                del found[key]
-        counted = [self.made[key] for key in self.made.keys() - self.kept.keys()]
-        storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in counted]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        total = 0
+        for key, reference in list(self.made.items()):  # a weak reference: no storage begins at the place of a dead one
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self.made[key]
+            elif key not in self.kept:
+                total += storage.nbytes()
+        return total
 
     def activations(self):
         def pack(x: torch.Tensor) -> torch.Tensor:

@@ -163,6 +163,15 @@ def test_the_stages_have_every_parameter_once():
         assert found == plan.parameter_count(config) + tied
 
 
+def test_zero_3_has_two_units_on_the_way():
+    """A block 2,240, embedding and head 258 x 16 each, the last norm 16: the largest as weights and as gradients."""
+    find = lambda **changes: plan.rank_memory(LLAMA, Layout(dp=4, zero=3, dtype="float32", **changes), 0).buffers
+    assert find() == 4 * 3 * 4128, "tied: one matrix more"
+    assert find(zero_overlap=True) == 4 * (4 * 4128 + 4128 // 4 + 4128), "four units, and the slice that comes back"
+    untied = replace(LLAMA, tie_word_embeddings=False)
+    assert plan.rank_memory(untied, Layout(dp=4, zero=3, dtype="float32"), 0).buffers == 4 * 2 * (4128 + 16)
+
+
 def test_nf4():
     nf4 = pytest.importorskip("minirl.nf4")
     layer = nf4.NF4Linear(torch.nn.Linear(176, 99, bias=False))
