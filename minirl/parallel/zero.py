@@ -232,7 +232,7 @@ class Zero(Overlap):
         for name, p in model.named_parameters():
             if p.requires_grad or stage == 3:
                 first, number, *_ = f"{name}.".split(".")
-                number = int(number) if first == "layers" else EMBEDDING if "embed" in first else self.behind
+                number = int(number) if first == "layers" else EMBEDDING if first.startswith("embed_") else self.behind
                 units.setdefault(number, {})[name] = p
         self.units = {number: flats_of(number, named, mesh.data_group, stage < 3) for number, named in units.items()}
         # As backward finds them: what is behind the blocks, blocks from the last to the first, the embedding.
