@@ -104,6 +104,8 @@ def check_shared(config) -> None:
     check_not_negative(config, "lora_rank")
     if config.qlora and not config.lora_rank and not is_adapter(config.init):
         raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
+    if config.zero_overlap and config.zero != 3:
+        raise UserError(f"--zero-overlap is about gathered weights: use --zero 3, not {config.zero}")
 
 
 def check_rl(config) -> None:

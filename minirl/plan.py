@@ -83,6 +83,8 @@ class Layout:
         check_not_negative(self, "rows_per_step", "lora_rank")
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"--zero {self.zero} is unknown: use 0 (off), 1, 2 or 3")
+        if self.zero_overlap and self.zero != 3:
+            raise UserError(f"--zero-overlap is about gathered weights: use --zero 3, not {self.zero}")
         if self.sp and self.tp == 1:
             raise UserError("--sp shares the tokens of tensor-parallel ranks: give --tp 2 or more")
         if self.qlora and (not self.lora_rank or self.tp > 1):

@@ -100,7 +100,8 @@ def find_data(replicas: int) -> plan.Traffic:
 
 
 def test_a_layout_that_makes_no_sense_is_refused():
-    for values, message in [({"zero": 4}, "--zero 4"), ({"sp": True}, "--sp"), ({"tp": 2, "qlora": True}, "--qlora"),
+    for values, message in [({"zero": 4}, "--zero 4"), ({"zero_overlap": True}, "--zero 3"),
+                            ({"sp": True}, "--sp"), ({"tp": 2, "qlora": True}, "--qlora"),
                             ({"dp": 3, "rows_per_step": 4}, "--rows-per-step 4"), ({"pp": 0}, "--pp"),
                             ({"pp": 2, "chunks": 2}, "interleaved")]:
         with pytest.raises(UserError, match=message):

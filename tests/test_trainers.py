@@ -509,7 +509,8 @@ def test_in_float32_a_replayed_rollout_has_the_losses_of_one_process_and_hardly_
     assert flipped <= 2, f"{flipped} of {7 * len(rows)} rows differ"
 
 
-SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2), dict(zero=3)],
+SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2),
+                  dict(zero=3, zero_overlap=True)],
               4: [dict(pp=2, zero=2), dict(tp=2, cp=2, cp_kind="ulysses")]}
 
 

@@ -137,7 +137,8 @@ def own_rows(mesh: Mesh) -> Rollout:
     return rows().rows(torch.tensor([*SHARES[mesh.dp][mesh.dp_rank]], dtype=torch.int64))
 
 
-def train(stage: int, options: dict, steps: int = 5, offload: bool = False, start: dict | None = None) -> dict:
+def train(stage: int, options: dict, steps: int = 5, offload: bool = False, start: dict | None = None,
+          overlap: bool = False) -> dict:
     """`steps` updates on a rank; losses, norms, some gradients, and the weights and optimizer state at the end.
 
     start : what this function has returned, to go on from
@@ -146,7 +147,7 @@ def train(stage: int, options: dict, steps: int = 5, offload: bool = False, star
     mine = own_rows(mesh)
     if start:
         model.load_state_dict(start["weights"])
-    shard(model, mesh, stage)
+    shard(model, mesh, stage, overlap)
     optimizer, guard = make_optimizer(model, offload), SkipCounter()
     if start:
         optimizer.load_state_tensors(cut_state(start["state"], layout_of(model)) if stage else start["state"])
@@ -184,12 +185,12 @@ def cut_state(whole: dict, layout: Layout) -> dict:
 
 CASES = {  # name -> options of the model
     "llama": {}, "recomputed": {"checkpointing": True}, "qwen3": {"config": QWEN3}, "lora": {"lora": True},
-    "lora recomputed": {"lora": True, "checkpointing": True}, "offloaded": {},
+    "lora recomputed": {"lora": True, "checkpointing": True}, "offloaded": {}, "overlap": {},
 }
 RUNS = {  # ranks -> (stage, case)
     2: [*((stage, "llama") for stage in range(4)),
         (3, "qwen3"), (3, "recomputed"), (3, "lora recomputed"), (1, "offloaded")],
-    3: [(1, "llama"), (3, "llama")],
+    3: [(1, "llama"), (3, "llama"), (3, "overlap")],
     4: [(0, "qwen3"), (1, "lora"), (2, "qwen3"), (3, "llama"), (3, "offloaded"), (3, "lora")],
 }
 
@@ -199,7 +200,7 @@ def all_runs(ranks: int) -> dict:
     results = {}
     for stage, name in RUNS[ranks]:
         with set_checkpoint_early_stop(name != "recomputed"):  # to the block's end, as torch does not by itself
-            results[stage, name] = train(stage, CASES[name], offload=name == "offloaded")
+            results[stage, name] = train(stage, CASES[name], offload=name == "offloaded", overlap=name == "overlap")
     if ranks == 2:
         results |= {("sent", stage): sent(stage) for stage in range(4)}
         results |= {("poisoned", stage): poisoned(stage) for stage in range(1, 4)}
