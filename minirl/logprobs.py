@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import all_logprobs, head_loss, linear_logprob
@@ -57,12 +58,12 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
 
 
 def output_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
-                entropy: bool = False, cp_group: Group | None = None) -> Output:
+                entropy: bool = False, cp_group: Group | None = None, first: int | None = 0) -> Output:
     """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
     inputs, positions, documents, targets = shift(tokens, documents, cp_group)
     hidden = model(inputs, positions, documents)  # (B, S, D)
     if model.has_head:
-        return head_output(model, hidden, targets, temperature, entropy)
+        return head_output(model, hidden, targets, temperature, entropy, first)
     zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     if model.config.num_labels:
         return Output(None, None, zeros)
@@ -89,15 +90,31 @@ def shift(tokens: Tensor, documents: Tensor | None = None,
 
 
 def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
-                entropy: bool = False) -> Output:
-    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S) and their entropy, or scores."""
+                entropy: bool = False, first: int | None = 0) -> Output:
+    """What the head makes of hidden states (B, S, D): log-probs of targets (B, S) and their entropy, or scores.
+
+    first : number of the first column whose log-prob anybody wants, `first_action`; before it they are 0. None: values
+            alone are wanted
+    """
     if model.config.num_labels:
         return Output(None, None, model.scores(hidden))
     values = None if model.value_head is None else model.value_head(hidden)
-    hidden, shard = enter_head(model, hidden)
-    result = linear_logprob(hidden, model.head_weight, targets, temperature, entropy,
+    if first is None:
+        return Output(None, None, values)
+    hidden, shard = enter_head(model, hidden[:, first:])
+    result = linear_logprob(hidden, model.head_weight, targets[:, first:], temperature, entropy,
                             softcap=model.config.final_logit_softcapping, impl=model.head_impl, **shard)
-    return Output(*result, values) if entropy else Output(result, None, values)
+    logprobs, ent = (F.pad(x, (first, 0)) for x in result) if entropy else (F.pad(result, (first, 0)), None)
+    return Output(logprobs, ent, values)
+
+
+def first_action(mask: Tensor) -> int:
+    """(B, S) bool -> the first column with an action in any row; 0 without one. What the prompts themselves would have
+    said is asked by nobody, and costs as much as any answer where the vocabulary is large.
+
+    Ask before the forward pass: a GPU would have to be waited for behind it.
+    """
+    return int(mask.any(0).int().argmax())
 
 
 def enter_head(model: Transformer, hidden: Tensor) -> tuple[Tensor, dict]:
@@ -107,21 +124,23 @@ def enter_head(model: Transformer, hidden: Tensor) -> tuple[Tensor, dict]:
     return vocab.enter(hidden), {"start": vocab.start, "reduce": vocab.reduce}  # each has a part of hidden's gradient
 
 
-def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: Rollout, loss_fn: LossFn,
+def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: Rollout, first: int, loss_fn: LossFn,
               temperature: float, entropy: bool, by_token: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Head and loss of hidden states (B, S, D): what loss_fn(Output, microbatch) says, (loss, stats).
 
+    first    : of `head_output`
     by_token : the loss is a sum over tokens. A large head then goes through some columns at a time, and the logits are
                not computed twice (kernels/head_loss.py): loss_fn is called for each piece, as it is for the columns of
                each rank in context parallelism
     """
-    if not (by_token and is_large(model, hidden)):
-        return loss_fn(head_output(model, hidden, targets, temperature, entropy), microbatch)
+    if not (by_token and is_large(model, hidden[:, first:])):
+        return loss_fn(head_output(model, hidden, targets, temperature, entropy, first), microbatch)
     if microbatch.row_tokens is None:
         microbatch = microbatch.replace(row_tokens=microbatch.action_mask.sum(1))
     stats: dict[str, Tensor] = {}
 
     def piece_loss(columns: slice, logprobs: Tensor, ent: Tensor | None) -> Tensor:
+        columns = slice(first + columns.start, first + columns.stop)
         loss, found = loss_fn(Output(logprobs, ent), microbatch.columns(columns))
         for name, value in found.items():
             value, old = value.detach(), stats.get(name)
@@ -131,8 +150,8 @@ def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: R
                 stats[name] = torch.maximum(old, value) if name.startswith("max_") else old + value
         return loss
 
-    hidden, shard = enter_head(model, hidden)
-    loss = head_loss(hidden, model.head_weight, targets, piece_loss, temperature, entropy,
+    hidden, shard = enter_head(model, hidden[:, first:])
+    loss = head_loss(hidden, model.head_weight, targets[:, first:], piece_loss, temperature, entropy,
                      softcap=model.config.final_logit_softcapping, **shard)
     return loss, stats
 
@@ -150,7 +169,8 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
                      mesh: Mesh | None = None, entropy: bool = False) -> Tensor | Output:
     """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
 
-    In pieces of at most `microbatch_size` rows; columns beyond the longest row of a piece are 0, and always masked.
+    In pieces of at most `microbatch_size` rows; columns before the first action of a piece and beyond its longest row
+    are 0, and always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     entropy=True : an Output(logprobs, entropy)
     """
@@ -168,19 +188,19 @@ def rollout_certainty(model: Transformer, rollout: Rollout, microbatch_size: int
     are ruled out. The logits of a few columns at a time are held.
     """
     def measure(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None, entropy: bool,
-                cp_group: Group | None) -> Output:
+                cp_group: Group | None, first: int) -> Output:
         inputs, positions, documents, targets = shift(tokens, documents, cp_group)
         hidden = model(inputs, positions, documents)
         if not model.has_head:
             return Output(hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)))
         pieces = []
-        for part in hidden.split(max(1, KEEP_LOGITS // (len(hidden) * model.config.vocab_size)), 1):
+        for part in hidden[:, first:].split(max(1, KEEP_LOGITS // (len(hidden) * model.config.vocab_size)), 1):
             logits = model.logits(part)
             if model.vocab is not None:
                 logits = model.vocab.whole(logits.flatten(0, 1)).view(*part.shape[:2], -1)
             logprobs = all_logprobs(logits, temperature)
             pieces.append(-logprobs.mean(-1) - math.log(logprobs.shape[-1]))
-        return Output(torch.cat(pieces, 1))
+        return Output(F.pad(torch.cat(pieces, 1), (first, 0)))
 
     return _of_rollout(model, rollout, microbatch_size, temperature, mesh, ["logprobs"], measure)[0]
 
@@ -197,11 +217,14 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
     from minirl.parallel.zero import gathered
 
     cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
-    results: dict[str, Tensor] = {}
+    read = ("tokens", "action_mask", "lengths", "group", "sample_ids", "documents")
+    rollout, results = Rollout(**{name: getattr(rollout, name) for name in read}), {}
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group)
+            first = first_action(part.action_mask) if cp_group is None else 0  # of whose ranks each has other columns
+            first = None if names == ["values"] else first
+            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group, first)
             for name in names:
                 piece = getattr(out, name)
                 piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])

@@ -1,10 +1,16 @@
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from minirl.logprobs import Output, shift_mask, token_logprobs
+from kernels.linear_logprob import KEEP_LOGITS
+from minirl.logprobs import Output, first_action, rollout_logprobs, shift_mask, token_logprobs
+from minirl.losses import aggregate
 from minirl.model import ModelConfig, Transformer
+from minirl.parallel import Mesh, forward_backward
+from minirl.rollout import Rollout
 
 V = 19
 
@@ -80,6 +86,38 @@ def test_packed_documents_are_scored_as_if_each_were_alone(model, tokens):
     mask = shift_mask(torch.ones_like(packed, dtype=torch.bool), documents)
     alone = token_logprobs(model, a).sum() + token_logprobs(model, b).sum()
     assert_close(got[mask].sum(), alone)
+
+
+@pytest.mark.parametrize("keep", [KEEP_LOGITS, 0], ids=["small", "large"])
+def test_what_the_prompt_would_have_said_is_not_computed_and_nothing_else_changes(model, tokens, keep, monkeypatch):
+    """Loss, statistics and every gradient are those of the whole; with a large head, in pieces, too."""
+    monkeypatch.setattr("minirl.logprobs.KEEP_LOGITS", keep)
+    monkeypatch.setattr(sys.modules["kernels.head_loss"], "HEAD_LOGITS", 2 * 3 * V)  # two columns a piece
+    mask = torch.zeros(3, 7, dtype=torch.bool)
+    mask[0, 3:6] = mask[1, 5:] = mask[2, 4] = True
+    ids = torch.arange(3)
+    rows = Rollout(tokens, mask, torch.full((3,), 8), ids, ids)
+    asked = []
+
+    def loss_fn(out, mb):
+        asked.append(int(out.logprobs.count_nonzero()))
+        loss = aggregate(-out.logprobs - 0.1 * out.entropy, mb.action_mask, "token", 6)
+        return loss, {"tokens": mb.action_mask.sum()}
+
+    stats = forward_backward(model, [rows], loss_fn, Mesh(), 0.7, entropy=True, by_token=True)
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert sum(asked) == 3 * 4 and stats["tokens"] == 6
+    model.zero_grad()
+    out = token_logprobs(model, tokens, 0.7, entropy=True)
+    loss = (-out.logprobs - 0.1 * out.entropy)[mask].sum() / 6
+    loss.backward()
+    assert stats["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    for name, p in model.named_parameters():
+        assert_close(found[name], p.grad, rtol=1e-10, atol=1e-12)
+    got = rollout_logprobs(model, rows, 2, 0.7)
+    assert_close(got[mask], out.logprobs[mask])
+    assert not got[:, :3].any()
+    assert first_action(mask) == 3 and first_action(mask & False) == 0
 
 
 def test_documents_of_3_and_4_tokens_have_5_targets():

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minirl.logprobs import LossFn, Output, loss_here, shift
+from minirl.logprobs import LossFn, Output, first_action, loss_here, shift
 from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, begin_all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
@@ -60,6 +60,7 @@ def forward_backward(model: Transformer, microbatches: Iterable[Rollout], loss_f
               `stats` are sums over the microbatch, except names that begin with "max_", which are maxima.
               Under context parallelism a microbatch has this rank's columns; sums over whole rows, which all ranks
               of a cp group then have alike, have names that begin with "row".
+              Before the first column with an action in any row, log-probs and entropies are 0: nobody asks for them.
     entropy : whether out.entropy is wanted (it is None otherwise). A reward model or critic gives out.values alone
     by_token: the loss is a sum over tokens, each of which looks at its own column alone. With a large vocabulary
               loss_fn is then called for some columns after the others, and three products of the head do for four
@@ -87,9 +88,10 @@ def one_by_one(model: Transformer, microbatches: Sequence[Rollout], loss_fn: Los
     """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for number, microbatch in enumerate(microbatches, 1):
         inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
+        microbatch = cut_columns(microbatch, mesh)
+        first = first_action(microbatch.action_mask)
         hidden = model(inputs, positions, documents)  # (B, S, D)
-        loss, stats = loss_here(model, hidden, targets, cut_columns(microbatch, mesh), loss_fn, temperature, entropy,
-                                by_token)
+        loss, stats = loss_here(model, hidden, targets, microbatch, first, loss_fn, temperature, entropy, by_token)
         backward(loss, last=number == len(microbatches))
         yield {**stats, "loss": loss.detach()}
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl.config import UserError
-from minirl.logprobs import loss_here, shift
+from minirl.logprobs import first_action, loss_here, shift
 from minirl.model import Frame, KVCache, ModelConfig, Transformer
 from minirl.parallel.collectives import broadcast, gather_objects, start_exchange
 from minirl.parallel.context import cut_columns
@@ -200,10 +200,12 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
         microbatch, number = microbatches[op.microbatch], pipeline.mine[op.chunk]
         inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
         x = None if x is None else x.requires_grad_()
+        is_last = number == len(pipeline.slices) - 1
+        microbatch = cut_columns(microbatch, mesh) if is_last else microbatch
+        first = first_action(microbatch.action_mask) if is_last else 0
         out = pipeline.run(model, number, x, inputs, model.frames(inputs, positions, documents, None))
-        if number == len(pipeline.slices) - 1:
-            out, sums = loss_here(model, out, targets, cut_columns(microbatch, mesh), loss_fn, temperature, entropy,
-                                  by_token)
+        if is_last:
+            out, sums = loss_here(model, out, targets, microbatch, first, loss_fn, temperature, entropy, by_token)
             stats.append({**sums, "loss": out.detach()})
         live[op.microbatch, op.chunk] = x, out
         return out.detach()
