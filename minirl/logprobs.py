@@ -222,12 +222,14 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
     with gathered(model):
         for index in rollout.split(microbatch_size):
             part = rollout.rows(index)
-            first = first_action(part.action_mask) if cp_group is None else 0  # of whose ranks each has other columns
-            first = None if names == ["values"] else first
-            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group, first)
+            first = None if names == ["values"] else first_action(part.action_mask)
+            begin = first if cp_group is None or first is None else 0  # each rank of cp has columns from here and there
+            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group, begin)
             for name in names:
                 piece = getattr(out, name)
-                piece = piece if cp_group is None else join(piece, cp_group, part.action_mask.shape[1])
+                if cp_group is not None:
+                    piece = join(piece, cp_group, part.action_mask.shape[1])
+                    piece[:, : first or 0] = 0  # the same numbers in every layout
                 whole = results.setdefault(name, piece.new_zeros(rollout.action_mask.shape))
                 whole[index, : piece.shape[1]] = piece
     return [x if model.pipeline is None else model.pipeline.from_last(x) for x in results.values()]
