@@ -4,7 +4,8 @@
     python benchmarks/logprob_memory.py --step  a GRPO update of a model as wide as Qwen3-0.6B, in the memory that
                                                 `minirl.plan` expects it to need: with minirl's head, and the naive one
 
-Each measurement is a process of its own, since the peak of a process (ru_maxrss) never falls; the methods take turns.
+Each measurement is a process of its own, since the peak of a process (ru_maxrss) never falls; the methods take turns,
+and a ratio is of two measurements in the same turn. `--file FILE` keeps them: turns of several calls count together.
 
     naive            logits, log_softmax, gather, as autograd has it
     linear_logprob   the operator: forward, and backward from any gradient of the log-probs
@@ -16,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
-import statistics
 import subprocess
 import sys
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,8 +123,8 @@ def measure(method: str, tokens: int, size: int, vocab: int) -> dict[str, float]
     hidden = torch.randn(1, tokens, size, generator=g).requires_grad_()
     weight = torch.randn(vocab, size, generator=g).mul_(size**-0.5).requires_grad_()
     targets, scale = torch.randint(vocab, (1, tokens), generator=g), torch.randn(1, tokens, generator=g)
-    METHODS[method](hidden[:, :1], weight[:8], targets[:, :1] * 0, scale[:, :1]).backward()  # torch loads late
-    hidden.grad = weight.grad = None
+    small = torch.zeros(1, 1, size, requires_grad=True), torch.zeros(8, size, requires_grad=True)
+    METHODS[method](*small, targets[:, :1] * 0, scale[:, :1]).backward()  # torch loads late
     before, began = resident(), perf_counter()
     loss = METHODS[method](hidden, weight, targets, scale)
     loss.backward()
@@ -134,19 +136,28 @@ def measure(method: str, tokens: int, size: int, vocab: int) -> dict[str, float]
 
 def main(options: argparse.Namespace) -> None:
     sizes = options.tokens, options.hidden, options.vocab
-    found: dict[str, list[dict[str, float]]] = {method: [] for method in options.methods}
+    turns = [json.loads(line) for line in open(options.file)] if options.file and os.path.exists(options.file) else []
     for _ in range(options.rounds):
-        for method in found:
-            found[method].append(json.loads(in_process("--measure", method, *sizes)))
+        turns.append({method: json.loads(in_process("--measure", method, *sizes)) for method in options.methods})
+        if options.file:
+            with open(options.file, "a") as file:
+                print(json.dumps(turns[-1]), file=file)
     both = 2 * options.tokens * options.vocab * 4
     print(f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocab}, float32, "
-          f"{torch.get_num_threads()} threads; logits + log_softmax are {both / 1e6:.0f} MB")
-    print(f"{'':16}{'seconds':>9}{'ratio':>8}{'MB':>8}{'of both':>9}{'loss':>12}{'|grad|':>10}")
-    first = statistics.median(x["seconds"] for x in found[options.methods[0]])
-    for method, runs in found.items():
-        seconds, peak = (statistics.median(x[name] for x in runs) for name in ("seconds", "bytes"))
-        print(f"{method:16}{seconds:9.2f}{seconds / first:8.3f}{peak / 1e6:8.1f}{peak / both:9.4f}"
-              f"{runs[0]['loss']:12.4f}{runs[0]['grad']:10.4f}")
+          f"{torch.get_num_threads()} threads, {len(turns)} turns: median (quartiles); logits + log_softmax are "
+          f"{both / 1e6:.0f} MB")
+    print(f"{'':16}{'seconds':>21}{'ratio':>24}{'MB':>8}{'1 in':>8}{'loss':>12}{'|grad|':>10}")
+    for method in options.methods:
+        seconds = [turn[method]["seconds"] for turn in turns]
+        ratios = [turn[method]["seconds"] / turn[options.methods[0]]["seconds"] for turn in turns]
+        peak = max(turn[method]["bytes"] for turn in turns)
+        print(f"{method:16}{spread(seconds, 1):>21}{spread(ratios, 3):>24}{peak / 1e6:8.1f}{both / peak:8.1f}"
+              f"{turns[0][method]['loss']:12.4f}{turns[0][method]['grad']:10.4f}")
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, middle, high = (f"{x:.{digits}f}" for x in np.percentile(values, (25, 50, 75)))
+    return f"{middle} ({low} to {high})"
 
 
 if __name__ == "__main__":
@@ -161,6 +172,7 @@ if __name__ == "__main__":
         parser.add_argument("--tokens", type=int, default=2048)
         parser.add_argument("--hidden", type=int, default=896)
         parser.add_argument("--vocab", type=int, default=151936)
-        parser.add_argument("--rounds", type=int, default=1, help="measurements of each")
+        parser.add_argument("--rounds", type=int, default=1, help="turns: measurements of each")
+        parser.add_argument("--file", default="", help="keeps the measurements; those that it holds count, too")
         parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
         main(parser.parse_args())

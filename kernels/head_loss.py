@@ -10,8 +10,8 @@ and then the next columns. Kept for the backward of the model is the gradient of
 is there in any case). One chunk of HEAD_LOGITS floats is alive.
 
     products of 2 N D V operations    naive 3    linear_logprob 4    here 3
-    bytes                             the weight once and its gradient twice a chunk; at 2,048 tokens, D = 896 and
-                                      V = 151,936 in 10 chunks: 16 GB beside 1.7 TFLOP
+    bytes                             the weight and its gradient twice a chunk; at 2,048 tokens, D = 896 and
+                                      V = 151,936 in 19 chunks: 41 GB beside 1.7 TFLOP
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.linear_logprob import Head, Reduce, Sums, check_shapes, check_tempe
 
 # (columns, logprobs (B, s), entropy (B, s) or None) -> the share of the loss, a scalar
 PieceLoss = Callable[[slice, Tensor, Tensor | None], Tensor]
-HEAD_LOGITS = 2**25  # 128 MB of float32: for thinner chunks, weight and its gradient are read too often
+HEAD_LOGITS = 2**24  # 64 MB of float32: for thinner chunks, weight and its gradient are read too often
 GROUP_LOGITS = 2**20  # 4 MB, which stay in the cache while the softmax goes over them several times
 
 
@@ -57,12 +57,18 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide(hidden)) if wants[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide(hidden)) if wants[2] else None
         every, loss = slice(0, len(weight)), hidden.new_zeros((), dtype=wide(hidden))
-        for columns in row_chunks(S, max(1, HEAD_LOGITS // (len(weight) * max(B, 1)))):
+        most = max(1, HEAD_LOGITS // (len(weight) * max(B, 1)))  # columns of a chunk
+        size = max(1, GROUP_LOGITS // len(weight))  # rows of a group
+        # Once for all: between the small tensors that are kept, freed memory of this size is not always found again.
+        room = hidden.new_empty(B * min(S, most), len(weight), dtype=wide(hidden))
+        exps = room.new_empty(min(size, len(room)), len(weight))
+        for columns in row_chunks(S, most):
             here, words = hidden[:, columns].reshape(-1, D), targets[:, columns].reshape(-1)  # (n, D), (n,), n = B s
-            logits = head.logits(here, weight, bias, every)  # (n, V)
-            groups = list(row_chunks(len(here), max(1, GROUP_LOGITS // len(weight))))
+            logits = head.logits(here, weight, bias, every, out=room[: len(here)])  # (n, V)
+            groups = list(row_chunks(len(here), size))
             # Sums.of leaves z - peak in the logits, and slope makes their gradient of that.
-            sums = Sums.cat([Sums.of(logits[rows], words[rows], head.start, entropy) for rows in groups])
+            sums = Sums.cat([Sums.of(logits[rows], words[rows], head.start, entropy, exps[: rows.stop - rows.start])
+                             for rows in groups])
             whole = sums.over_ranks(head.reduce)
             logprobs, ent, _ = whole.results()
             shift = whole.peak - sums.peak + whole.total.log()  # this shard's peak may be lower
@@ -81,7 +87,6 @@ class _HeadLoss(torch.autograd.Function):
             spread(logits, here, weight, every, part, grad_weight, grad_bias)
             if part is not None:
                 grad_hidden[:, columns] = part.view_as(hidden[:, columns])
-            del logits, grad  # (a view) or this chunk would still be there when the next begins
         inputs = hidden, weight, bias
         ctx.grads = [None if g is None else (g, x.dtype) for g, x in zip((grad_hidden, grad_weight, grad_bias), inputs)]
         return loss

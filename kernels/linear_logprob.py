@@ -25,7 +25,7 @@ Backward makes each tile of logits again, which is one more product than autogra
                   products (2 N D V each)    floats alive beyond inputs and gradients
     autograd      3                          3 N V: logits, log_softmax, their gradient
     here          4                          2 tiles; N V <= KEEP_LOGITS: the log-probs are kept, and products are 3
-    head_loss     3                          HEAD_LOGITS, 128 MB; the loss must be known (`head_loss.py`)
+    head_loss     3                          HEAD_LOGITS, 64 MB; the loss must be known (`head_loss.py`)
 
 Bytes: weight and its gradient pass once for each CHUNK_ROWS tokens, hidden and its gradient once for each CHUNK_WORDS
 words. At 2,048 tokens, D = 896 and V = 151,936 that is 4.4 GB beside 2.2 TFLOP: products decide, on any machine.
@@ -50,6 +50,7 @@ Reduce = Callable[[Tensor, str], Tensor]  # (x, "sum" or "max") -> that over the
 
 CHUNK_ROWS = 1024  # with a byte vocabulary a tile is 1 MB of float32, the cache of one core;
 CHUNK_WORDS = 2048  # with a large one 8 MB, and weight's gradient is not read and written again for every few tokens
+GRAD_LOGITS = 2**26  # on a GPU: gradients of logits alive in backward, 128 MB of bfloat16
 KEEP_LOGITS = 2**22  # 16 MB: what is as small as this is kept for backward, and not computed again
 
 
@@ -165,13 +166,14 @@ class Head(NamedTuple):
     start: int = 0
     reduce: Reduce | None = None
 
-    def logits(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, words: slice) -> Tensor:
-        """(n, D) -> (n, words), a tensor of its own. Without a weight, hidden are logits (n, V) already."""
+    def logits(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, words: slice,
+               out: Tensor | None = None) -> Tensor:
+        """(n, D) -> (n, words), a tensor of its own, or `out`. Without a weight, hidden are logits (n, V) already."""
         dtype = wide(hidden)
         if weight is None:
             logits = hidden[:, words].to(dtype, copy=True)
         else:
-            logits = hidden.to(dtype) @ weight[words].to(dtype).T
+            logits = torch.matmul(hidden.to(dtype), weight[words].to(dtype).T, out=out)
             if bias is not None:
                 logits += bias[words]
         if self.softcap:
@@ -192,13 +194,16 @@ class Sums(NamedTuple):
     hit: Tensor  # the target's logit; 0 if it is elsewhere
 
     @classmethod
-    def of(cls, logits: Tensor, targets: Tensor, first: int, entropy: bool) -> Sums:
-        """Of one tile (n, w), whose first word has the number `first`. Destroys the logits."""
+    def of(cls, logits: Tensor, targets: Tensor, first: int, entropy: bool, room: Tensor | None = None) -> Sums:
+        """Of one tile (n, w), whose first word has the number `first`. Leaves z - peak in the logits.
+
+        room : (n, w) to work in; None: taken anew
+        """
         column, here = local(targets, first, logits.shape[1])
         hit = logits.gather(-1, column[:, None])[:, 0].where(here, 0)
         peak = finite(logits.amax(-1))  # -inf - -inf is NaN: a tile may be all -inf
         gap = logits.sub_(peak[:, None])
-        weights = gap.exp()
+        weights = torch.exp(gap, out=room)
         total = weights.sum(-1)
         dot = weights.mul_(finite(gap)).sum(-1) if entropy else None  # 0 * -inf is NaN, where 0 * log 0 = 0 is meant
         return cls(peak, total, dot, hit)

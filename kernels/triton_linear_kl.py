@@ -133,6 +133,7 @@ class TritonLinearKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, kind, head):
         """-> (N,) nats, float32."""
+        bias, ref_bias = (None if x is None else x.contiguous() for x in (bias, ref_bias))
         own, ref = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
         nobody = torch.full((len(hidden),), -1, device=hidden.device)  # a target that no tile has
         lse, ref_lse = (head_sums(*x, nobody, head._replace(start=0), False).over_ranks(head.reduce).results()[2]

@@ -27,8 +27,9 @@ Tiles. Of BLOCK_N x BLOCK_V logits a step over BLOCK_D reads BLOCK_N + BLOCK_V r
 of L2. Of 128 x 256, the sums and what is made of them do not fit the registers of 8 warps (352 bytes a thread go to
 memory; with 16 warps 216). 64 numbers of D are 128 bytes, a whole line. Three steps under way take up to 96 KB of
 shared memory: sm_80 has 163, sm_90 227; gfx942 has 64, and takes one step. In float32 a tensor core would round its
-inputs to 10 bits, so products are plain, and tiles small. Programs that run side by side have the same words and other
-tokens: a tile of the weight is read from memory once. (The resource table is in docs/kernels.md.)
+inputs to 10 bits, so products are plain, and tiles small; 8 warps share one, for in 4 the sums of a soft cap do not
+fit. Programs that run side by side have the same words and other tokens: a tile of the weight is read from memory once.
+(The resource table is in docs/kernels.md.)
 
 Offsets are int64, for row 524,288 of hidden states of size 4,096 begins at number 2^31; row and word numbers are int32,
 which are compared with half the registers.
@@ -44,10 +45,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.linear_logprob import Head, Sums
+from kernels.linear_logprob import GRAD_LOGITS, Head, Sums
 
 PROGRAMS = 512  # of the forward: four for each multiprocessor of an H200
-GRAD_LOGITS = 2**26  # gradients of logits alive in backward: 128 MB of bfloat16
 LOWEST = -3.4028234663852886e38  # of float32; -inf - -inf would be NaN
 
 
@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
 def tiles_of(itemsize: int, backend: str = "cuda") -> Tiles:
     """By the bytes of an input number."""
     if itemsize == 4:
-        return Tiles(64, 64, 16, 4, 3)
+        return Tiles(64, 64, 16, 8, 3)
     return Tiles(128, 128, 64, 8, 3 if backend == "cuda" else 1)
 
 
@@ -87,8 +87,7 @@ def logits_of(hidden, weight, bias, rows, words, N, V, D, stride_n, stride_hd, s
     if HAS_BIAS:
         logits += tl.load(bias + words, mask=words < V, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP:
-        e = tl.exp(tl.abs(logits) * (-2 / softcap))  # tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|): never too large
-        logits = tl.where(logits < 0, -softcap, softcap) * ((1 - e) / (1 + e))
+        logits = softcap * (1 - 2 / (1 + tl.exp(tl.minimum(logits * (2 / softcap), 80.0))))  # 1 - 2 / (1 + e^2x): tanh
     return logits * inverse_temperature
 
 
@@ -165,6 +164,7 @@ class TritonLinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head, want_entropy):
         """hidden (N, D), weight (V, D), bias (V,), targets (N,) -> logprobs, entropy or None, lse: (N,) float32."""
+        bias = None if bias is None else bias.contiguous()  # kernels know the strides of matrices alone
         sums = head_sums(hidden, weight, bias, targets, head, want_entropy)
         logprobs, entropy, lse = sums.over_ranks(head.reduce).results()
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from kernels.head_loss import HEAD_LOGITS
-from kernels.linear_logprob import CHUNK_ROWS, CHUNK_WORDS, KEEP_LOGITS
+from kernels.linear_logprob import CHUNK_ROWS, CHUNK_WORDS, GRAD_LOGITS, KEEP_LOGITS
 from minirl.checkpoint import read_model_config
 from minirl.config import UserError, check_not_negative, check_positive, run
 from minirl.lora import add_lora
@@ -347,12 +347,13 @@ def activation_memory(config: ModelConfig, layout: Layout, model: Transformer, s
     small = layout.tokens * V <= KEEP_LOGITS
     kept = V * wide if small and layout.tp == 1 and V <= CHUNK_WORDS else 0  # log-probs
     total += -(-live // slices) * layout.tokens * (norm_bytes(config, layout, D) + D * s + wide + 8 + kept)
-    # A large head has one chunk of float32 (head_loss), or on a GPU of bfloat16 and twice as many (GRAD_LOGITS).
-    logits = 2 * min(CHUNK_ROWS, layout.tokens) * min(CHUNK_WORDS, V) if small else min(layout.tokens * V, HEAD_LOGITS)
+    logits = 2 * min(CHUNK_ROWS, layout.tokens) * min(CHUNK_WORDS, V) * wide
+    if not small:  # one chunk: of float32 in head_loss, or on a GPU, for which bfloat16 stands, that of its kernels
+        logits = min(layout.tokens * V * wide, HEAD_LOGITS * wide if s > 2 else GRAD_LOGITS * s)
     gradient = 0
     if model.head_weight.requires_grad:  # of a tied one, autograd keeps the head's until the embedding's is there too
         gradient = V * D * (wide + (s if config.tie_word_embeddings and layout.pp == 1 else 0))
-    return total, logits * wide + gradient
+    return total, logits + gradient
 
 
 def cache_bytes(config: ModelConfig, itemsize: int = 2, layers: int | None = None, kv_heads: int | None = None) -> int:

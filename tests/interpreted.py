@@ -103,6 +103,15 @@ def test_extreme_logits():
     assert nothing.isnan().all()  # no distribution, as the docstring says
 
 
+def test_a_soft_cap_of_extreme_logits():
+    """The cap of 1e4 is the cap, of -inf its negative, and no exponential on the way is too large."""
+    bias = torch.tensor([1e4, -1e4, math.inf, -math.inf, 0.0, 3.0])
+    hidden, weight = torch.zeros(6, 4, requires_grad=True), torch.zeros(6, 4, requires_grad=True)
+    check(both(hidden, weight, bias, torch.arange(6), softcap=5.0, temperature=0.1, entropy=True))
+    logprobs = linear_logprob(hidden, weight, torch.arange(6), bias=bias, softcap=5.0, impl="triton").tolist()
+    assert logprobs[0] == logprobs[2] and logprobs[1] == logprobs[3] == pytest.approx(logprobs[0] - 10)
+
+
 def test_masked_rows_get_no_gradient_and_upstream_gradients_count():
     hidden, weight, bias, targets = problem(6, 100)
     keep = torch.tensor([1.0, 0.0, -2.0, 0.0, 0.5, 1.0])
@@ -123,7 +132,10 @@ def test_strides_shapes_and_no_rows():
     assert not any(x.is_contiguous() for x in strided)
     assert_close(linear_logprob(*strided, bias=bias, impl="triton"), want)
     upstream = torch.randn(12, generator=torch.Generator().manual_seed(0))[::2]
-    check(both(*strided[:2], bias, strided[2], [upstream, upstream, upstream], entropy=True))
+    check(both(*strided[:2], bias.repeat_interleave(2)[::2], strided[2], [upstream, upstream, upstream], entropy=True))
+    inputs = *strided[:2], hidden[:, :9].T.contiguous().T, weight[:, :9].T.contiguous().T
+    biases = {"bias": bias.repeat_interleave(2)[::2], "ref_bias": bias[:1].expand(70)}
+    check([[linear_kl(*inputs, impl=impl, **biases)] for impl in ("triton", "torch")])
     folded = linear_logprob(hidden.view(2, 3, -1), weight, targets.view(2, 3), bias=bias, impl="triton")
     assert_close(folded, want.view(2, 3))
     none = linear_logprob(hidden[:0], weight, targets[:0], impl="triton")

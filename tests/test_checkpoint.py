@@ -116,8 +116,12 @@ def test_logits_equal_those_of_the_reference(shared, name):
     if name != "stories260k":
         found, real = logits(model, expected["right_ids"]), expected["right_mask"].bool()
         assert (found - expected["right_logits"])[real].abs().max() < 1e-5 * scale, "padding on the right is seen"
+    # For bfloat16 2e-2. Rounding the weights alone is 2.1e-2 of the scale in the worst logit of "llama"; with the
+    # activations one in a thousand is outside in the Llamas, as in transformers, and none elsewhere.
     found = logits(load_model(shared / "models" / name, torch.bfloat16), expected["input_ids"])
-    assert (found - wanted).abs().mean() < 1e-2 * scale
+    outside = (found - wanted).abs() > 2e-2 * scale + 2e-2 * wanted.abs()
+    assert outside.float().mean() <= (1e-3 if "llama" in name or name == "mistral" else 0)
+    assert (found - wanted).norm() < 2.2e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", REFERENCES)
