@@ -90,5 +90,10 @@ def test_word_problems_are_right_and_in_the_format(tmp_path, capsys):
     for seed in range(200):
         numbers = re.findall(r"\d+", word_problems.problem(Random(seed), 3, largest=9)["question"])
         assert all(2 <= int(number) <= 9 for number in numbers)
+    some, plain = ([word_problems.problem(Random(seed), 2, plain=share) for seed in range(50)]
+                   for share in (False, True))
+    assert [row | {"answer": re.sub("<<.*?>>", "", row["answer"])} for row in some] == plain
+    with pytest.raises(UserError, match="a share lies"):
+        word_problems.Config("a.jsonl", plain=2)
     with pytest.raises(UserError, match="9 or above"):
         word_problems.Config("a.jsonl", largest=8)

@@ -27,22 +27,25 @@ class Config:
     rows: int = 2000  # problems
     steps: int = 3  # most events of a problem
     largest: int = 60  # number in a story; what is calculated becomes larger
+    plain: float = 0.0  # share of the answers that are without the calculator's <<12+7=19>>, as if done in the head
     seed: int = 0  # other seeds give other problems
 
     def __post_init__(self):
         check_positive(self, "rows", "steps")
         if self.largest < 9:
             raise UserError(f"--largest is {self.largest}: it must be 9 or above")
+        if not 0 <= self.plain <= 1:
+            raise UserError(f"--plain is {self.plain}: a share lies between 0 and 1")
 
 
-def problem(rng: Random, steps: int, largest: int = 60) -> dict[str, str]:
+def problem(rng: Random, steps: int, largest: int = 60, plain: bool = False) -> dict[str, str]:
     """One problem with `steps` events, each of which takes one calculation, or two where boxes are bought."""
     name, thing, has = rng.choice(NAMES), rng.choice(THINGS), rng.randint(3, largest)
     story, lines = [f"{name} has {has} {thing}"], []
 
     def work_out(expression: str) -> int:
         result = int(calculate(expression))
-        lines.append(f"{expression}=<<{expression}={result}>>{result}")
+        lines.append(f"{expression}={result}" if plain else f"{expression}=<<{expression}={result}>>{result}")
         return result
 
     for _ in range(steps):
@@ -70,7 +73,8 @@ def problem(rng: Random, steps: int, largest: int = 60) -> dict[str, str]:
 def main(config: Config) -> None:
     """Write so many problems as GSM8K's rows."""
     rng = Random(config.seed)
-    rows = [problem(rng, rng.randint(1, config.steps), config.largest) for _ in range(config.rows)]
+    rows = [problem(rng, rng.randint(1, config.steps), config.largest, rng.random() < config.plain)
+            for _ in range(config.rows)]
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     write_text(config.out, "".join(to_json(row) + "\n" for row in rows))
     print(f"wrote {config.rows} problems to {config.out}")
