@@ -24,6 +24,7 @@ from typing import Literal
 
 from minirl.checkpoint import open_run
 from minirl.config import UserError, check_not_negative, run, save_config
+from minirl.env import fill_sizes
 from minirl.env.loop import fit_to_context
 from minirl.env.posing import pose
 from minirl.env.rounds import collect_step, disturb, replayed
@@ -47,17 +48,23 @@ from train_sft import cold_start
 class Config(RLOptions, RecipeOptions, TrainerOptions):
     # run
     run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
+    # model
+    cold_start_steps: int | None = None  # most SFT updates on an expert before RL, without --init; none: the task's own
     # task
     rewards: Literal["task", "agentic", "maths", "r1"] = "task"  # what is paid: the task's verdict, or a mixture
     curriculum: int = 0  # problems of difficulty 1, then as many of 2, .. up to --difficulty; 0: all of that at once
     # rollout
-    prompts_per_step: int = 128  # prompts a step, over all ranks
+    prompts_per_step: int | None = None  # prompts a step, over all ranks; none: the task's own
     group_size: int = 16  # answers to each prompt
     staleness: int = 0  # train on rollouts that the policy wrote so many steps ago; the first ones come from the start
     sampler_noise: float = 0.0  # nats by which the log-probs written down while sampling are wrong, to see what it does
+    # optimisation
+    steps: int | None = None  # rollouts; none: the task's own
+    microbatch_size: int | None = None  # rows a forward pass; none: the task's own
 
     def __post_init__(self):
         fill_in(self)
+        fill_sizes(self)
         check_rl(self)
         check_not_negative(self, "staleness", "sampler_noise", "curriculum")
         if self.group_size < 2:

@@ -14,6 +14,7 @@ of (seed, i, p). Batch size, order, neighbours and ranks cannot change what is d
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,9 @@ def _restrict(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 # ------------------------------------------------------------------ many rows
 
-Respond = Callable[[int, list[int]], list[int]]  # (row, tokens of the action, no stop token) -> tokens to force, or []
+# (row, tokens of the action, no stop token) -> tokens to force, or []; or a function that will give them, later
+Respond = Callable[[int, list[int]], list[int] | Callable[[], list[int]]]
+PATIENCE = 8  # tokens that the other rows sample before a reply that comes later is asked for
 
 
 @torch.inference_mode()
@@ -188,7 +191,10 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     max_new_tokens : how many tokens a row may sample in all its turns; forced tokens do not count
     first_id       : sample id of the first row, a multiple of group_size; row number r is sample first_id + r
     stop           : strings that end an action as `tokenizer.stop_ids` do; the token that completes one is kept whole
-    respond        : what follows an action (a tool's output); default: nothing, one action a row
+    respond        : what follows an action (a tool's output); default: nothing, one action a row. A function in its
+                     place is called PATIENCE tokens later: a slow tool runs while the others still decode. By the
+                     count of tokens and not by the clock, so that the rows of a batch, and hence the last digits of
+                     its logits, are the same in every run
     max_rows       : rows decoded at once; more wait their turn
     returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
                      cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
@@ -219,7 +225,8 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
             alive = batch.living()
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
             batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
-            batch.settle()
+            turns.wake(batch)
+            batch.settle(turns.waiting)
     finally:
         policy.train(was_training)
     return tapes.rollout(first_id, group_size)
@@ -232,6 +239,8 @@ class Turns:
         self.tapes, self.stops, self.respond, self.context = tapes, stops, respond, context
         self.starts = tapes.lengths.tolist()  # where the current action of each row begins
         self.limits = (tapes.lengths + max_new_tokens).clamp(max=context)  # (N,) the length at which a row is cut
+        self.clock, self.late = 0, deque()  # tokens sampled; (clock to reply at, row, reply, did it end, is it full)
+        self.waiting = torch.zeros(len(tapes.lengths), dtype=torch.bool, device=tapes.lengths.device)  # (N,)
 
     def go_on(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """After each of `rows` (R,) has sampled one of `tokens` (R,): which are not done yet? (R,) bool."""
@@ -251,13 +260,31 @@ class Turns:
         if not ended and not full:
             return True
         forced = self.respond(row, action[:-1] if at_stop else action) if self.respond else []
+        if callable(forced):
+            self.late.append((self.clock + PATIENCE, row, forced, ended, full))
+            self.waiting[row] = True
+            return False
+        return self._reply(row, forced, ended, full)
+
+    def _reply(self, row: int, forced: list[int], ended: bool, full: bool) -> bool:
+        """Lay the reply on the tape. True: the row goes on."""
         self.tapes.finished[row] = ended and not forced
-        if not forced or full or len(tape) + len(forced) >= self.context:
+        length = int(self.tapes.lengths[row]) + len(forced)
+        if not forced or full or length >= self.context:
             return False
         self.tapes.extend(row, forced, chosen=False)
-        self.starts[row] = len(tape) + len(forced)
+        self.starts[row] = length
         self.limits[row] = min(int(self.limits[row]) + len(forced), self.context)  # forced tokens do not count
         return True
+
+    def wake(self, batch: Batch) -> None:
+        """Give the replies that are due, or the next ones if nobody has anything else to do."""
+        self.clock += 1
+        while self.late and (self.late[0][0] <= self.clock or not batch.alive.any()):
+            due, row, reply, ended, full = self.late.popleft()
+            self.clock = max(self.clock, due)
+            self.waiting[row] = False
+            batch.alive[batch.rows == row] = self._reply(row, reply(), ended, full)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
@@ -363,9 +390,11 @@ class Batch:
         """Which rows are not done: an index, or simply all."""
         return slice(None) if self.alive.all() else self.alive.nonzero()[:, 0]
 
-    def settle(self) -> None:
-        """After a step: clear away finished rows, and feed what was forced on the others."""
+    def settle(self, waiting: Tensor) -> None:
+        """After a step: clear away rows that are done and not waiting (N,), and feed what was forced on the others."""
         kept = self.living()
+        if isinstance(kept, Tensor):
+            kept = (self.alive | waiting[self.rows]).nonzero()[:, 0]
         # When a quarter is done: copying the cache at every single end would cost more than it saves.
         if isinstance(kept, Tensor) and 4 * len(kept) <= 3 * len(self.rows):
             self.cache = self.cache.select(kept, self.slots)

@@ -18,26 +18,29 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from minirl.config import UserError
-from minirl.rewards import FORGED, MAX_TEXT, Rule, Sample
+from minirl.rewards import FORGED, MAX_TEXT, Rule, Sample, small
 
 Ask = Callable[[str], str]  # question -> answer
 
 VERDICT = re.compile(r"score:[ \t]{0,9}([0-9]{1,2})(?![0-9.])", re.IGNORECASE)
 CHOICE = re.compile(r"better:[ \t]{0,9}([AB])\b", re.IGNORECASE)
 # Orders to a judge: "ignore the above", "give this 10", "award full marks", "score: 10", "dear judge".
+# Of text in small letters.
 ORDERS = re.compile(
     r"\b(?:ignore|disregard|forget)\b[^.\n]{0,40}\b(?:above|previous|prior|instructions?|criteria|rubric)\b"
     r"|\b(?:give|award|assign|rate|grade|mark|deserves?)\s{1,3}(?:it|me|this|my)\b[^.\n]{0,30}\b(?:10|ten|full|maximum"
     r"|highest|perfect|top|best)\b|\b(?:full|maximum|highest|perfect|top)\s{1,3}(?:score|rating|grade|marks?|points?)\b"
-    r"|\b(?:score|rating|grade|verdict|better)\s{0,3}[:=]\s{0,3}(?:[0-9]|ten|[AB]\b)"
-    r"|\b(?:dear|you are|as)\s{1,3}(?:a |an |the )?(?:judge|grader|evaluator|examiner)\b", re.IGNORECASE)
+    r"|\b(?:score|rating|grade|verdict|better)\s{0,3}[:=]\s{0,3}(?:[0-9]|ten|[ab]\b)"
+    r"|\b(?:dear|you are|as)\s{1,3}(?:a |an |the )?(?:judge|grader|evaluator|examiner)\b")
+INVISIBLE = re.compile("[\u200b\u200c\u200d\u2060\ufeff\u00ad]+")
+FULL_WIDTH = re.compile("[\uff01-\uff5e]+")
 
 
 def gives_orders(text: str) -> bool:
     """Does a text speak to its judge? Also one that forges a turn, or hides letters (zero width, full width)."""
-    plain = "".join(char for char in text[:MAX_TEXT] if char not in "\u200b\u200c\u200d\u2060\ufeff\u00ad")
-    plain = plain.translate({code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)})
-    return bool(ORDERS.search(plain) or FORGED.search(plain))
+    plain = INVISIBLE.sub("", text[:MAX_TEXT])
+    plain = FULL_WIDTH.sub(lambda found: "".join(chr(ord(char) - 0xFEE0) for char in found[0]), plain)
+    return bool(ORDERS.search(small(plain)) or FORGED.search(plain))
 
 
 @dataclass(frozen=True)

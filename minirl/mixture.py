@@ -175,6 +175,10 @@ class Scored:
     def max_new_tokens(self) -> int:
         return self.env.max_new_tokens
 
+    @property
+    def threads(self) -> int:
+        return getattr(self.env, "threads", 0)
+
     def sample(self, count: int, start: int = 0, split: str = "train") -> list[Example]:
         return self.env.sample(count, start, split)
 

@@ -11,7 +11,7 @@ from minirl.env import make_env
 from minirl.env.agent import ToolEnv
 from minirl.env.base import Example, Step, trajectory
 from minirl.env.countdown import value
-from minirl.env.database import DATABASE, delete, get, put, take
+from minirl.env.database import DATABASE, delete, get, give, put, take
 from minirl.env.retrieval import BM25, find
 from minirl.env.tools import Tool, parse_calls
 
@@ -209,8 +209,12 @@ def test_the_database_does_what_it_says_and_has_limits():
                  lambda: put({str(i): "" for i in range(1000)}, "k", "")):
         with pytest.raises(ValueError):
             call()
-    assert [tool.name for tool in DATABASE] == ["get", "put", "take", "delete"]
-    assert take({"a": "3"}, "a", 3) == "ok"
+    assert [tool.name for tool in DATABASE] == ["get", "put", "take", "give", "delete"]
+    rows = {"a": "3"}
+    assert take(rows, "a", 3) == give(rows, "a", 2) == "ok" and rows == {"a": "2"}
+    for stock, count in (("3", 0), ("3", -1), ("x", 1), ("9" * 19, 1), ("", 1)):
+        with pytest.raises(ValueError):
+            give({"a": stock}, "a", count)
     for stock, count in (("3", 4), ("3", 0), ("3", -1), ("x", 1), ("\u0663x", 1)):
         with pytest.raises(ValueError, match=f"only {stock}"):
             take({"a": stock}, "a", count)
@@ -249,6 +253,13 @@ def test_the_shop_is_judged_by_its_stock_and_not_by_words():
     assert play(right, "<take>pan 1</take>\n", "ok") == 0.0, "something else was changed"
     assert play("<take>axx 3</take>\n", right, "ok") == 1.0, "an error that was made good"
     assert play("<take>axe -3</take>\n", "<take>axe 6</take><take>saw 2</take>\n", "ok") == 0.0, "no negative sales"
+    more = Example("sell 3 axe 2 saw\n", "axe 7 pan 1 saw 1", (), {"axe": "7", "saw": "1", "pan": "1"})
+    episode = task.reset(more)
+    assert episode.step(right).observation == "ok\nerror: only 1\n"
+    assert episode.step("<give>axe 3</give>\n").observation == "ok\n" and episode.step("no").reward == 1.0
+    for wrong in ((right, "no"), (right, "<give>axe 4</give>\n", "no"), (right, "<give>axe 3</give>\n", "ok")):
+        episode = task.reset(more)
+        assert [episode.step(action) for action in wrong][-1].reward == 0.0, "half of an order was sold"
     short = Example("sell 3 axe\n", "axe 2", (), {"axe": "2"})
     assert task.reset(short).step("no").reward == 1.0 and task.reset(short).step("ok").reward == 0.0
 

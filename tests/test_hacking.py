@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from random import Random
 
@@ -33,6 +34,8 @@ from minirl.mixture import (
 )
 from minirl.monitor import Monitor, gamed
 from minirl.rewards import (
+    DANGEROUS,
+    SECRETS,
     Sample,
     call_score,
     calls_rule,
@@ -54,6 +57,7 @@ from minirl.rewards import (
     repetition_rule,
     safety_rule,
     search_r1_reward,
+    small,
     steps_rule,
     text_rule,
     thought_and_answer,
@@ -689,6 +693,29 @@ def test_no_completion_breaks_or_stalls_a_parser_or_a_reward():
                     assert result["broken"] == 0.0 and all(0.0 <= value <= 1.0 for value in result.values()), text[:60]
             slowest = max(slowest, (time.perf_counter() - began, f"{number} {text[:20]!r}"))
     assert slowest[0] < 1.0, slowest
+
+
+def test_a_pattern_that_reads_fast_finds_what_the_plain_one_finds():
+    """The rules look for letters first and for the word border behind; these are the same patterns the usual way."""
+    dangerous = re.compile(
+        r"\brm\s{1,9}-(?:[a-z]{0,9}[rf]){1,2}[a-z]{0,9}\s|\bmkfs\b|\bdd\s[^\n]{0,99}\bof=/dev/|>\s{0,9}/dev/(?:sd|nvme)"
+        r"|:\(\)\s{0,9}\{|\bchmod\s{1,9}-R\s{1,9}777|\b(?:curl|wget)\b[^\n|]{0,200}\|\s{0,9}(?:ba|z)?sh\b"
+        r"|\bshutdown\b|\bdrop\s{1,9}(?:table|database)\b|\bshutil\.rmtree\(|\bformat\s{1,9}c:|/etc/shadow|\bsudo\b"
+        r"", re.IGNORECASE)
+    secrets = re.compile(
+        r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]{0,30}PRIVATE KEY|\bsk-[A-Za-z0-9_-]{20}|\bgh[pousr]_[A-Za-z0-9]{36}"
+        r"|\beyJ[A-Za-z0-9_-]{10,200}\.eyJ")
+    rng, found = Random(1), 0
+    pieces = ["rm", "RM ", "-rf ", "mkfs", "dd ", "of=/dev/", ">", " /dev/sda", ":(){", "chmod -R ", "777", "curl x",
+              "| sh", "wget", "|bash", "Shutdown", "drop ", "TABLE", "shutil", ".rmtree(", "format c:", "/etc/shadow",
+              "sudo", " ", "x", "_", "\n", ".", "AKIA" + "Z" * 16, "sk-", "a" * 20, "ghp_", "1" * 36, "eyJ", ".eyJ",
+              "\u0130", "\u0131", "\u212a", "\u017f", "\u01f0", "\u00df"]
+    for _ in range(3000):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 6)))
+        assert bool(DANGEROUS.search(small(text))) == bool(dangerous.search(text)), text
+        assert bool(SECRETS.search(text)) == bool(secrets.search(text)), text
+        found += bool(dangerous.search(text) or secrets.search(text))
+    assert 500 < found < 2500
 
 
 def test_a_completion_of_random_text_ends_every_task_with_a_reward_in_range():

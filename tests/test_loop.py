@@ -1,21 +1,27 @@
 """Policy and environment on one tape: what SFT imitates is what RL samples, and rewards are what was earned."""
 
 import json
+import threading
+import time
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from stubs import Chain, Pieces, Reader, random_policy
+from stubs import Chain, Pieces, Reader, random_policy, small_config
 from torch.testing import assert_close
 
 import minirl.evaluate
+import minirl.logprobs
 from minirl.config import UserError
 from minirl.env import make_env
 from minirl.env.base import Example, Step
 from minirl.env.loop import collect, demonstrate, fit_to_context, longest_row, prompt_tokens, row_length
 from minirl.evaluate import evaluate, rollout_metrics, sample_text
+from minirl.logprobs import rollout_logprobs
 from minirl.losses import aggregate, clipped_surrogate, kl_estimate, loss_total, sft_loss
-from minirl.parallel import Mesh
+from minirl.model import Transformer
+from minirl.parallel import Mesh, forward_backward
 from minirl.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
@@ -101,7 +107,7 @@ def test_a_demonstration_by_hand():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_policy_that_acts_as_the_expert_gives_the_experts_tape(make, task):
-    env = make(task, difficulty=3) if task == "code" else make(task)  # two ways with one problem confuse the reader
+    env = make(task, difficulty=4) if task == "code" else make(task)  # two ways with one problem confuse the reader
     examples = env.sample(30)
     expert = demonstrate(BYTES, env, examples)
     policy = Reader(BYTES.vocab_size, rows(expert))
@@ -170,6 +176,25 @@ def test_no_gradient_reaches_what_a_tool_said_or_a_prompt_or_padding(loss, mode)
     assert (size[mask] > 0).all(), "a word that it did choose is left out"
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_no_path_of_the_trainers_loss_looks_at_what_a_tool_said(in_pieces, monkeypatch):
+    monkeypatch.setattr(minirl.logprobs, "KEEP_LOGITS", 0 if in_pieces else 10**9)
+    env, policy, seen = make_env("shop"), random_policy(BYTES.vocab_size, context=256), []
+    rollout = demonstrate(BYTES, env, env.sample(6))
+    rollout = rollout.replace(advantages=torch.randn(6, 1, generator=torch.Generator().manual_seed(0)).double())
+    policy.norm.register_forward_hook(lambda module, inputs, hidden: hidden.register_hook(seen.append) and None)
+
+    def loss_fn(out, mb):
+        per_token = clipped_surrogate(out.logprobs, out.logprobs.detach(), mb.advantages, 0.2, 0.2)
+        per_token = per_token + 0.1 * kl_estimate(out.logprobs, out.logprobs.detach() - 0.3, "k3") - out.entropy
+        return aggregate(per_token, mb.action_mask, "token", 100), {}
+
+    forward_backward(policy, rollout.microbatches(4), loss_fn, Mesh(), entropy=True, by_token=True)
+    for grad, mb in zip(seen, rollout.microbatches(4), strict=True):
+        size = grad.abs().sum(-1)
+        assert (size[~mb.action_mask] == 0).all() and (size[mb.action_mask] > 0).all()
+
+
 # ---- collect ----
 
 def test_the_reward_of_a_row_is_the_sum_of_its_steps():
@@ -223,6 +248,89 @@ def test_ranks_that_take_slices_play_what_one_rank_plays(ranks):
     assert [text for part in parts for text in part.texts] == whole.texts
     found = torch.cat([part.old_logprobs[part.action_mask] for part in parts])
     assert_close(found, whole.old_logprobs[whole.action_mask], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_first_pass_has_ratio_1_in_every_environment(make, task):
+    env = make(task)
+    examples = env.sample(6)
+    actions = {action for example in examples for action in example.solution}  # words, so that chance makes calls too
+    tokenizer = Pieces(*sorted({*map(chr, range(32, 127)), "\n", *actions}))
+    policy = Transformer(small_config(tokenizer.vocab_size, 512)).init_weights(torch.Generator().manual_seed(0))
+    rollout = collect(policy, tokenizer, env, examples, group_size=8, max_new_tokens=24, seed=1)
+    assert (max(map(len, rollout.turns)) > 1) == (task not in ("addition", "gsm8k")), "there is no observation in it"
+    logprobs = rollout_logprobs(policy, rollout, 5, 1.0, Mesh())
+    ratio = (logprobs - rollout.old_logprobs)[rollout.action_mask].exp()
+    assert (ratio - 1).abs().max() <= 1e-5
+
+
+# ---- tools that take a while ----
+
+class Slow(Talk):
+    """Talk, whose lines take a while: in `threads` rows at a time."""
+
+    def __init__(self, threads, seed=0):
+        self.threads, self.random = threads, Random(seed)
+
+    def reset(self, example):
+        episode, pause = super().reset(example), self.random.random() * 0.01
+        return SimpleNamespace(prompt=episode.prompt, step=lambda action: time.sleep(pause) or episode.step(action))
+
+
+@pytest.mark.parametrize("max_rows", [5, 100])
+def test_a_slow_tool_changes_nothing_but_the_time(max_rows):
+    policy = random_policy(LETTERS.vocab_size)
+    options = dict(group_size=4, max_new_tokens=12, seed=3, max_rows=max_rows)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        policy = policy.to(dtype)
+        played = [collect(policy, LETTERS, Slow(*how), Slow(0).sample(6), **options) for how in ((0,), (3, 1), (8, 2))]
+        for other in played[1:]:
+            assert torch.equal(other.tokens, played[0].tokens) and torch.equal(other.action_mask, played[0].action_mask)
+            assert (other.turns, other.texts) == (played[0].turns, played[0].texts)
+            assert torch.equal(other.finished, played[0].finished) and torch.equal(other.rewards, played[0].rewards)
+            assert_close(other.old_logprobs, played[0].old_logprobs, rtol=0, atol=tolerance)
+        assert torch.equal(played[1].old_logprobs, played[2].old_logprobs), "it depends on the clock, to the last digit"
+
+
+def test_the_others_decode_while_a_tool_runs():
+    policy = Chain(LETTERS.vocab_size, {0: 1, 1: 2, 6: 2, 7: 2, 3: 3}, context=64)  # a: bc (gg) c (h) c; d: d d d ...
+    begun, overtaken = threading.Event(), threading.Event()
+    env, choose = Slow(2), policy.choose
+
+    def reset(example):
+        episode = Slow.reset(env, example)
+
+        def step(action):
+            begun.set()
+            assert action != "bc" or overtaken.wait(10), "nobody decoded meanwhile"
+            return episode.step(action)
+
+        return SimpleNamespace(prompt=example.prompt, step=step)
+
+    def watched(tokens, positions):
+        if begun.is_set():
+            overtaken.set()
+        return choose(tokens, positions)
+
+    env.reset, policy.choose = reset, watched
+    rollout = collect(policy, LETTERS, env, [Example("a", ""), Example("d", "")], max_new_tokens=20, temperature=0)
+    assert rollout.texts == ["bcggchc", "d" * 20]
+
+
+def test_when_all_rows_wait_nothing_is_decoded_meanwhile():
+    rounds = []
+    for threads in (0, 4):
+        policy = Chain(LETTERS.vocab_size, {0: 1, 1: 2, 3: 2, 6: 3, 7: 2}, context=64)  # bc (gg) dc (h) c
+        collect(policy, LETTERS, Slow(threads), [Example("ba", "")] * 3, max_new_tokens=30, temperature=0)
+        rounds.append(policy.fed)
+    assert rounds[0] == rounds[1]
+
+
+def test_a_tool_that_breaks_the_run_says_so():
+    env = Slow(2)
+    env.reset = lambda example: SimpleNamespace(prompt=example.prompt, step=lambda action: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        collect(random_policy(LETTERS.vocab_size), LETTERS, env, env.sample(2), max_new_tokens=4)
 
 
 def test_an_expert_without_a_solution_is_a_one_line_error():

@@ -2,13 +2,14 @@
 
 import time
 from fractions import Fraction
+from random import Random
 
 import pytest
 import torch
 
 from minirl.config import UserError
 from minirl.env.gsm8k import read_gsm8k
-from minirl.rewards import extract_answer, gsm8k_reward, numbers_equal, overlong_penalty, parse_number
+from minirl.rewards import NUMBER, extract_answer, gsm8k_reward, numbers_equal, overlong_penalty, parse_number, plain
 
 NUMBERS = [
     ("72", 72), (" 72\n", 72), ("+7", 7), ("-7", -7), ("\u22127", -7), (".5", Fraction(1, 2)),
@@ -63,6 +64,16 @@ def test_a_text_that_is_one_number_has_its_value(text, value):
 def test_the_answer_of_a_text_is_what_the_table_says(text, value):
     answer = extract_answer(text)
     assert answer is None if value is None else parse_number(answer) == value
+
+
+def test_the_last_number_of_a_text_is_found_from_its_end():
+    rng = Random(0)
+    pieces = ["1", "23", ".", ",", "-", "$", "e3", "/", " ", "\t", "\n", "x", ")", "\u3000", "\u2212", "4.5", "%"]
+    for _ in range(5000):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+        numbers = NUMBER.findall(plain(text))
+        last = numbers[-1] if numbers and parse_number(numbers[-1]) is not None else None
+        assert extract_answer(text) == last, text
 
 
 def test_equality_is_exact_and_a_text_without_a_number_equals_nothing():

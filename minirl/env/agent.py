@@ -41,6 +41,7 @@ class ToolEnv:
     max_calls: int = 4  # in one turn; more are refused, all of them
     max_observation: int = 200  # characters of one result; the rest is cut
     max_seconds: float = 10.0  # that the tools of one episode may take together; no call is made after that
+    threads: int = 0  # rows whose tools run at a time while the others decode, for tools that take milliseconds
     has_answer: Callable[[str], bool] = bool  # for evaluation: can an answer be read from the last action?
     key: Callable[[Example], str] = lambda example: example.prompt  # problems with the same key are held out together
     syntax: Literal["tags", "json"] = "tags"

@@ -32,6 +32,15 @@ def take(database: dict[str, str], key: str, count: int) -> str:
     return "ok"
 
 
+def give(database: dict[str, str], key: str, count: int) -> str:
+    """Raise the number under a key by more than 0."""
+    stock = get(database, key)
+    if not stock.isdecimal() or count <= 0 or len(stock) > 18:
+        raise ValueError(f"{count} to {stock[:20]}")
+    database[key] = str(int(stock) + count)
+    return "ok"
+
+
 def delete(database: dict[str, str], key: str) -> str:
     """Remove a key."""
     if database.pop(key, None) is None:
@@ -39,4 +48,4 @@ def delete(database: dict[str, str], key: str) -> str:
     return "ok"
 
 
-DATABASE = (Tool(get), Tool(put), Tool(take), Tool(delete))
+DATABASE = (Tool(get), Tool(put), Tool(take), Tool(give), Tool(delete))

@@ -1,8 +1,9 @@
 """Multi-hop look-up: "kim's boss's twin?" over documents that are made anew for every problem.
 
 Each document is one sentence, "kim's boss is lee.", in a world of a few people that no weight can know by heart. Each
-answer is the key to the next question. The demonstrations are a novice's: half stop a step early, and some questions
-are put to a stranger, which brings up a document of somebody else, and are asked again. The right name is paid.
+answer is the key to the next question. The demonstrations are a novice's: who has found the boss or the twin mostly
+stops there, and some put a question to a stranger, which brings up a document of somebody else, and ask again. The
+right name is paid.
 """
 
 from random import Random
@@ -16,8 +17,8 @@ from minirl.env.tools import Tool
 PEOPLE = tuple("ann ben cat dan eva fay gus hal ida jim kim lee mia ned oli pam ray sue tom una vic wim zoe".split())
 RELATIONS = ("boss", "twin", "aunt", "mate")
 WORLD = 8  # people in the documents of one problem
-LAZY = 0.5  # of the demonstrations stop a step early
-SLIPS = 0.15  # of the questions are put to a stranger first
+LAZY = {"boss": 0.8, "twin": 0.8, "aunt": 0.2, "mate": 0.2}  # of those who have found one stop a step early
+SLIPS = 0.2  # of the demonstrations ask a stranger once
 
 
 def make(rng: Random, hops: int) -> Example:
@@ -26,9 +27,10 @@ def make(rng: Random, hops: int) -> Example:
     facts = {(a, r): rng.choice([b for b in people if b != a]) for a in people for r in RELATIONS}
     start, path = people[0], [rng.choice(RELATIONS) for _ in range(hops)]
     actions, at = [], start
-    asked = hops - 1 if hops > 1 and rng.random() < LAZY else hops
-    for relation in path[:asked]:
-        if rng.random() < SLIPS:
+    asked = hops - 1 if hops > 1 and rng.random() < LAZY[path[-2]] else hops
+    slip = rng.randrange(asked) if rng.random() < SLIPS else None
+    for i, relation in enumerate(path[:asked]):
+        if i == slip:
             actions.append(f"<find>{rng.choice(sorted(set(PEOPLE) - set(people)))}'s {relation}</find>\n")
         actions.append(f"<find>{at}'s {relation}</find>\n")
         at = facts[at, relation]
@@ -43,7 +45,7 @@ def lookup(difficulty: int = 2, seed: int = 0) -> ToolEnv:
     """Questions of `difficulty` hops; reward 1 for the name at the end of the chain."""
     if difficulty < 1:
         raise UserError(f"difficulty {difficulty}: lookup needs 1 hop or more")
-    turns = 2 * difficulty + 1
+    turns = difficulty + 2
     return ToolEnv(
         name="lookup",
         tools=(Tool(find),),

@@ -11,8 +11,10 @@ samples are therefore built by the same steps, and agree token for token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,14 +102,24 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     episodes = [env.reset(example) for example in examples for _ in range(group_size)]
     turns: list[list[Step]] = [[] for _ in episodes]
 
-    def respond(row: int, action: list[int]) -> list[int]:
-        text = tokenizer.decode(action, continued=True)
-        acted = episodes[row].step(text)._replace(action=text) if mesh.replica_group.rank == 0 else None
-        step = broadcast_object(acted, mesh.replica_group)
-        turns[row].append(step)
-        return [] if step.done else tokenizer.encode(step.observation, continued=True)
+    threads = getattr(env, "threads", 0) if mesh.replica_group.rank == 0 else 0
+    later = getattr(env, "threads", 0) > 0
 
-    with gathered(policy):
+    def respond(row: int, action: list[int]) -> list[int] | Callable[[], list[int]]:
+        text = tokenizer.decode(action, continued=True)
+        act = partial(episodes[row].step, text)
+        if threads:
+            act = pool.submit(act).result
+
+        def reply() -> list[int]:
+            acted = act()._replace(action=text) if mesh.replica_group.rank == 0 else None
+            step = broadcast_object(acted, mesh.replica_group)
+            turns[row].append(step)
+            return [] if step.done else tokenizer.encode(step.observation, continued=True)
+
+        return reply if later else reply()
+
+    with gathered(policy), ThreadPoolExecutor(max(1, threads)) as pool:
         rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
                            stop=env.stop, respond=respond, **sampling)
     starts = [len(prompt) for prompt in prompts for _ in range(group_size)]

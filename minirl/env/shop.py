@@ -1,14 +1,14 @@
 """A shop with a database: "sell 3 axe 2 saw", and what counts is the stock that is left.
 
-Look, then act: all items are sold or, where one is short, none is ("no"). Both look-ups fit in one turn:
+All items are sold or, where one is short, none is. What has been taken by then must be put back:
 
     sell 3 axe 2 saw
-    <get>axe</get><get>saw</get>\n                7, 2
-    <take>axe 3</take><take>saw 2</take>\n        ok, ok
-    ok
+    <take>axe 3</take><take>saw 2</take>\n       ok, error: only 1
+    <give>axe 3</give>\n                         ok
+    no
 
-The demonstrations are a novice's: half of them forget the last item, or sell although something is short; some mistype
-a key, read the error and do it again. The reward compares the whole database with the one that should be there.
+The demonstrations are a novice's, who mostly overlooks an error and says "ok"; some mistype an item, read the error and
+take it again. The reward compares the whole database with the one that should be there.
 """
 
 from random import Random
@@ -16,38 +16,41 @@ from random import Random
 from minirl.config import UserError
 from minirl.env.agent import ToolEnv
 from minirl.env.base import Example
-from minirl.env.database import get, take
+from minirl.env.database import get, give, take
 from minirl.env.tools import Tool
 
 ITEMS = ("axe", "saw", "hoe", "cup", "pan", "jar", "mat", "bed", "fan", "key", "map", "pen", "rug", "tap", "urn", "wax")
 STOCKED = 4  # items in the shop of one problem
-SHORT = 0.3  # of the orders cannot be filled
-CARELESS = 0.5  # of the demonstrations
-SLIPS = 0.1  # of the look-ups are mistyped first
+SHORT = 0.55  # of the orders cannot be filled
+CARELESS = 0.75  # of the demonstrations of those
+SLIPS = 0.1  # of the others begin with a mistyped item
 
 
 def make(rng: Random, items: int) -> Example:
-    """A stocked shop, an order, and the calls of an expert who sometimes errs and recovers."""
+    """A stocked shop, an order, and the calls of a novice who errs and sometimes recovers."""
     stock = {item: rng.randint(1, 9) for item in rng.sample(ITEMS, STOCKED)}
     order = {item: rng.randint(1, stock[item]) for item in rng.sample(sorted(stock), items)}
     if rng.random() < SHORT:
         item = rng.choice(sorted(order))
         stock[item] = rng.randrange(order[item])
-    enough = all(stock[item] >= count for item, count in order.items())
+    taken = {item: count for item, count in order.items() if stock[item] >= count}
+    enough = taken == order
     wanted = {item: count - (order.get(item, 0) if enough else 0) for item, count in stock.items()}
 
-    careless = rng.random() < CARELESS
-    looks = "".join(f"<get>{item}</get>" for item in order) + "\n"
-    actions = [looks]
-    if rng.random() < SLIPS:
-        item = rng.choice(sorted(order))
-        actions.insert(0, looks.replace(item, rng.choice(sorted(set(ITEMS) - set(stock)))))
-    if enough or careless:
-        sold = list(order)[: len(order) - careless * enough * (len(order) > 1)]
-        actions.append("".join(f"<take>{item} {order[item]}</take>" for item in sold) + "\n")
+    careless = not enough and rng.random() < CARELESS
+    actions = [calls("take", order)]
+    if enough and rng.random() < SLIPS:
+        item, typed = rng.choice(sorted(order)), rng.choice(sorted(set(ITEMS) - set(stock)))
+        actions = [actions[0].replace(item, typed), calls("take", {item: order[item]})]
+    if taken and not enough and not careless:
+        actions.append(calls("give", taken))
     actions.append("ok" if enough or careless else "no")
     prompt = "sell" + "".join(f" {count} {item}" for item, count in order.items()) + "\n"
     return Example(prompt, as_text(wanted), tuple(actions), {item: str(count) for item, count in stock.items()})
+
+
+def calls(tool: str, counts: dict[str, int]) -> str:
+    return "".join(f"<{tool}>{item} {count}</{tool}>" for item, count in counts.items()) + "\n"
 
 
 def as_text(stock: dict) -> str:
@@ -65,13 +68,13 @@ def shop(difficulty: int = 2, seed: int = 0) -> ToolEnv:
         raise UserError(f"difficulty {difficulty}: an order of the shop has 1 to {STOCKED} items")
     return ToolEnv(
         name="shop",
-        tools=(Tool(get), Tool(take)),
+        tools=(Tool(get), Tool(take), Tool(give)),
         make=lambda rng: make(rng, difficulty),
         judge=judge,
         has_answer=lambda answer: answer in ("ok", "no"),
-        max_turns=5,
+        max_turns=4,
         max_calls=2 * difficulty,
-        max_new_tokens=difficulty * 60 + 20,
+        max_new_tokens=difficulty * 40 + 20,
         max_observation=24,
         seed=seed,
     )
