@@ -102,22 +102,20 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     episodes = [env.reset(example) for example in examples for _ in range(group_size)]
     turns: list[list[Step]] = [[] for _ in episodes]
 
-    threads = getattr(env, "threads", 0) if mesh.replica_group.rank == 0 else 0
-    later = getattr(env, "threads", 0) > 0
+    threads, acts_here = getattr(env, "threads", 0), mesh.replica_group.rank == 0
 
     def respond(row: int, action: list[int]) -> list[int] | Callable[[], list[int]]:
         text = tokenizer.decode(action, continued=True)
         act = partial(episodes[row].step, text)
-        if threads:
+        if threads and acts_here:
             act = pool.submit(act).result
 
         def reply() -> list[int]:
-            acted = act()._replace(action=text) if mesh.replica_group.rank == 0 else None
-            step = broadcast_object(acted, mesh.replica_group)
+            step = broadcast_object(act()._replace(action=text) if acts_here else None, mesh.replica_group)
             turns[row].append(step)
             return [] if step.done else tokenizer.encode(step.observation, continued=True)
 
-        return reply if later else reply()
+        return reply if threads else reply()
 
     with gathered(policy), ThreadPoolExecutor(max(1, threads)) as pool:
         rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
