@@ -61,6 +61,8 @@ class Config(RLOptions, RecipeOptions, TrainerOptions):
     # optimisation
     steps: int | None = None  # rollouts; none: the task's own
     microbatch_size: int | None = None  # rows a forward pass; none: the task's own
+    # evaluation
+    eval_problems: int | None = None  # held-out problems, answered greedily; none: the task's own
 
     def __post_init__(self):
         fill_in(self)

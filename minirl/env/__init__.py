@@ -19,9 +19,10 @@ MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown
         "shop": shop, "thought": Thought, "walk": Walk}  # make their own problems
 READ = {"gsm8k": GSM8K, "gsm8k_calc": GSM8KCalc}  # read them from files
 TASKS = (*sorted([*MADE, *READ]),)
-SMALL = dict(cold_start_steps=150, prompts_per_step=32, microbatch_size=32)  # long rows of different lengths
-SIZES = {"calculator": dict(steps=15), "code": dict(steps=24, **SMALL), "countdown": dict(steps=24, **SMALL),
-         "lookup": dict(steps=24, **SMALL), "shop": dict(steps=24, **SMALL)}
+# Long rows of different lengths: fewer of them, and few at a time.
+SMALL = dict(cold_start_steps=250, prompts_per_step=32, microbatch_size=32, eval_problems=200)
+SIZES = {"calculator": dict(steps=15), "code": dict(steps=30, **SMALL), "countdown": dict(steps=20, **SMALL),
+         "lookup": dict(steps=20, **SMALL), "shop": dict(steps=20, **SMALL)}
 
 __all__ = [
     "GSM8K",
@@ -40,7 +41,7 @@ __all__ = [
 
 def fill_sizes(config) -> None:
     """Called while a config of train_grpo.py is made: what was not given is what the task takes from nothing."""
-    usual = dict(cold_start_steps=1000, prompts_per_step=128, steps=300, microbatch_size=512)
+    usual = dict(cold_start_steps=1000, prompts_per_step=128, steps=300, microbatch_size=512, eval_problems=500)
     for name, value in (usual | SIZES.get(config.task, {})).items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)

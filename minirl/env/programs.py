@@ -40,8 +40,8 @@ def expression(steps: list[tuple[str, int]], brackets: bool) -> str:
 
 def make(rng: Random, count: int, inputs: list[int]) -> Example:
     """Steps in words, the right program, a novice's way to it, and (input, value) pairs as hidden tests."""
-    steps = [("mul" if rng.random() < (0.9 if i % 2 else 0.1) else rng.choice(("add", "add", "sub")), rng.randint(2, 9))
-             for i in range(count)]
+    steps = [("mul" if rng.random() < (0.9 if i % 2 else 0.1) else rng.choice(("add", "add", "add", "sub")),
+              rng.randint(2, 9)) for i in range(count)]
     naive, right = (expression(steps, brackets) for brackets in (False, True))
     actions = [naive]
     if rng.random() >= CARELESS[steps[0][0]]:

@@ -21,7 +21,7 @@ from minirl.env.tools import Tool
 
 ITEMS = ("axe", "saw", "hoe", "cup", "pan", "jar", "mat", "bed", "fan", "key", "map", "pen", "rug", "tap", "urn", "wax")
 STOCKED = 4  # items in the shop of one problem
-SHORT = 0.55  # of the orders cannot be filled
+SHORT = 0.6  # of the orders cannot be filled
 CARELESS = 0.75  # of the demonstrations of those
 SLIPS = 0.1  # of the others begin with a mistyped item
 
