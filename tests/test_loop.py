@@ -250,7 +250,7 @@ def test_ranks_that_take_slices_play_what_one_rank_plays(ranks):
     assert_close(found, whole.old_logprobs[whole.action_mask], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, "thought"])
 def test_the_first_pass_has_ratio_1_in_every_environment(make, task):
     env = make(task)
     examples = env.sample(6)
@@ -258,7 +258,7 @@ def test_the_first_pass_has_ratio_1_in_every_environment(make, task):
     tokenizer = Pieces(*sorted({*map(chr, range(32, 127)), "\n", *actions}))
     policy = Transformer(small_config(tokenizer.vocab_size, 512)).init_weights(torch.Generator().manual_seed(0))
     rollout = collect(policy, tokenizer, env, examples, group_size=8, max_new_tokens=24, seed=1)
-    assert (max(map(len, rollout.turns)) > 1) == (task not in ("addition", "gsm8k")), "there is no observation in it"
+    assert (max(map(len, rollout.turns)) > 1) == (task not in ("addition", "gsm8k", "thought")), "no observation in it"
     logprobs = rollout_logprobs(policy, rollout, 5, 1.0, Mesh())
     ratio = (logprobs - rollout.old_logprobs)[rollout.action_mask].exp()
     assert (ratio - 1).abs().max() <= 1e-5
