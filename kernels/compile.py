@@ -21,14 +21,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_linear_kl import KINDS, halved, kl_kernel, kl_slope_kernel
+from kernels import triton_linear_kl
+from kernels.triton_linear_kl import KINDS, kl_kernel, kl_slope_kernel
 from kernels.triton_linear_logprob import LOWEST, Tiles, slope_kernel, sums_kernel, tiles_of
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # bytes a block may have
 KERNELS = {fn.__name__: fn for fn in (sums_kernel, slope_kernel, kl_kernel, kl_slope_kernel)}
-FLAGS = {"HAS_BIAS": (False, True), "SOFTCAP": (False, True), "ENTROPY": (False, True), "KIND": tuple(KINDS.values())}
+FLAGS = {"HAS_BIAS": (False, True), "SOFTCAP": (False, True), "ENTROPY": (False, True),
+         "KIND": (KINDS["js"], KINDS["forward"], KINDS["reverse"])}
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -72,15 +74,14 @@ def signature(fn: triton.JITFunction, dtype: str) -> tuple[dict[str, str], dict,
 
 
 def variants(fn: triton.JITFunction) -> list[dict[str, int]]:
-    """A kernel is compiled anew for each head and result: with bias or not, ... The last has all of it."""
+    """A kernel is compiled anew for each head and result: with bias or not, ... The last has all, and reverse KL."""
     flags = {name: values for name, values in FLAGS.items() if name in fn.arg_names}
     return [dict(zip(flags, values)) for values in product(*flags.values())]
 
 
 def compile_one(fn: triton.JITFunction, dtype: str, target: str, variant: dict[str, int]) -> Resources:
-    tiles = tiles_of(DTYPES[dtype], TARGETS[target].backend)
-    if fn in (kl_kernel, kl_slope_kernel):
-        tiles = halved(tiles)
+    of_kernel = triton_linear_kl.tiles_of if fn in (kl_kernel, kl_slope_kernel) else tiles_of
+    tiles = of_kernel(DTYPES[dtype], TARGETS[target].backend)
     types, constants, attrs = signature(fn, dtype)
     given = {**variant, "HAS_REF_BIAS": variant["HAS_BIAS"], "UPCAST": False, "LOWEST": LOWEST,
              "BLOCK_N": tiles.block_n, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d}

@@ -13,6 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from kernels import linear_kl, linear_logprob
+from kernels import triton_linear_kl as kl_module
 from kernels import triton_linear_logprob as triton_module
 from kernels.linear_logprob import Head
 
@@ -25,6 +26,7 @@ CLOSE = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat1
 def small_tiles(monkeypatch):
     """So that a vocabulary of 127 already has borders of tiles and runs."""
     monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(32, 64, 16, 4, 1))
+    monkeypatch.setattr(kl_module, "tiles_of", lambda *_: triton_module.Tiles(16, 32, 16, 4, 1))
     monkeypatch.setattr(triton_module, "PROGRAMS", 12)
     monkeypatch.setattr(triton_module, "GRAD_LOGITS", 64 * 300)
 
