@@ -27,17 +27,16 @@ from minirl.config import UserError, check_not_negative, run, save_config
 from minirl.env import fill_sizes
 from minirl.env.loop import fit_to_context
 from minirl.env.posing import pose
-from minirl.env.rounds import collect_step, disturb, replayed
+from minirl.env.rounds import Collector, replayed
 from minirl.evaluate import evaluate, rollout_metrics, show_sample, update_metrics
 from minirl.learner import Learner
 from minirl.logprobs import Output, rollout_logprobs
 from minirl.losses import aggregate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
-from minirl.mixture import paid_by
 from minirl.monitor import Monitor
 from minirl.optim import lr_at
 from minirl.options import RLOptions, TrainerOptions, check_rl, make_mesh
-from minirl.parallel import StopSignal, close_mesh, pick_dtype, share_of
+from minirl.parallel import StopSignal, close_mesh, pick_dtype
 from minirl.recipes import RecipeOptions, by_token, fill_in, leave_out, look_again, make_advantages, recipe_loss, weigh
 from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
@@ -112,10 +111,8 @@ def main(config: Config) -> Path | None:
     start = learner.resume(start_folder, config.seed)["step"]
     columns = ["reward_mean", "reward_std", "zero_variance_groups", "approx_kl", "clip_frac", "kl_ref", "entropy",
                "response_length", "grad_norm", "eval/accuracy"]
-    rollouts, ahead = Path(config.run_dir) / "rollouts", []  # sampled and not yet trained on, with --staleness
-    for number in range(start + 1, start + 1 + config.staleness if start else 0):
-        ahead.append(share_of(Rollout.load(rollouts / f"step_{number}"), mesh).to(mesh.device))
-    logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
+    collector = Collector(config, env, tokenizer, mesh, max_new_tokens, start, replay)
+    logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main, expected=collector.expected)
     monitor = Monitor(config.run_dir)
     measure = partial(evaluate, policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows)
     if start == 0:
@@ -128,17 +125,7 @@ def main(config: Config) -> Path | None:
         began = perf_counter()
 
         # (1) rollout: every prompt is answered group_size times; with --staleness, for a later step
-        while len(ahead) <= config.staleness:
-            number = step + len(ahead)
-            paid = paid_by(env, config.rewards, (number - 1) / config.steps)
-            sampled = replay or collect_step(
-                policy, tokenizer, paid, number, config.prompts_per_step, config.group_size, config.resample, mesh,
-                seed=config.seed, max_new_tokens=max_new_tokens, temperature=config.temperature,
-                max_rows=config.max_rows)
-            ahead.append(disturb(sampled, config.sampler_noise, config.seed) if config.sampler_noise else sampled)
-            if (config.save_rollouts or config.staleness) and mesh.leads_replica:
-                ahead[-1].save(rollouts / f"step_{number}" / f"rank_{mesh.dp_rank}.safetensors")
-        rollout, ahead = ahead[0], ahead[1:]
+        rollout = collector.next(policy, step)
         if mesh.is_main:
             monitor.add(step, rollout)
         sampling_ended = perf_counter()
@@ -152,13 +139,13 @@ def main(config: Config) -> Path | None:
             with frozen() as reference:
                 ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
-        if config.save_rollouts and mesh.leads_replica:  # beside the one to replay: for minirl.view
-            rollout.replace(turns=[]).save(rollouts / f"step_{step}" / "scored" / f"rank_{mesh.dp_rank}.safetensors")
+        if config.save_rollouts:  # beside the one to replay: for minirl.view
+            collector.save(rollout.replace(turns=[]), f"step_{step}/scored")
 
         # (4) policy updates: for each minibatch the gradient of the loss, clipped, and a step of AdamW
         updates = []
         lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
-        for minibatch in leave_out(rollout, config).minibatches(config.minibatches, config.epochs):
+        for minibatch in leave_out(rollout, config, mesh).minibatches(config.minibatches, config.epochs):
             mode, mask = config.aggregate, minibatch.action_mask
             minibatch = weigh(minibatch, config, config.seed, mesh).replace(
                 prompt_tokens=prompt_tokens(mask, minibatch.group))

@@ -32,7 +32,7 @@ RUNS = {
     "PPO, 2,048 prompts x 1": (train_ppo, dict(prompts_per_step=2048)),
     "the same, joint head": (train_ppo, dict(prompts_per_step=2048, critic="joint")),
 }
-PARTS = {"collect": "sampling", "collect_step": "sampling", "rollout_logprobs": "reference", "state_values": "values",
+PARTS = {"collect": "sampling", "next": "sampling", "rollout_logprobs": "reference", "state_values": "values",
          "gae": "advantages", "whiten": "advantages", "token_rewards": "advantages", "forward_backward": "gradients",
          "clip_gradients": "gradients"}
 
@@ -40,8 +40,8 @@ PARTS = {"collect": "sampling", "collect_step": "sampling", "rollout_logprobs": 
 def run(trainer: ModuleType, init: str, **options) -> list[dict[str, float]]:
     """Seconds of each step but the first: the whole, and its parts."""
     spent: dict[str, float] = defaultdict(float)
-    originals = {(module, name): getattr(module, name) for name in PARTS for module in (trainer, minirl.learner)
-                 if hasattr(module, name)}
+    owners = (trainer, minirl.learner, getattr(trainer, "Collector", None))
+    originals = {(owner, name): getattr(owner, name) for name in PARTS for owner in owners if hasattr(owner, name)}
     log, steps = trainer.MetricsLogger.log, []
 
     def timed(name: str, function):

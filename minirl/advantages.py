@@ -86,6 +86,14 @@ def constant_groups(rewards: Tensor, group: Tensor) -> Tensor:
     return _constant(*_checked(rewards, group))
 
 
+@torch.no_grad()
+def group_std(rewards: Tensor, index: Tensor) -> Tensor:
+    """(P,): the std of the rewards (B,) of each group, the population's; index (B,) in 0 .. P - 1."""
+    count = torch.bincount(index)
+    mean = _group_sum(rewards, index, count) / count
+    return (_group_sum((rewards - mean[index]).square(), index, count) / count).sqrt()
+
+
 def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards as floats, the number of each row's group (B,) in 0..P-1, and the groups' sizes (P,)."""
     if rewards.dim() != 1 or rewards.shape != group.shape:

@@ -99,6 +99,8 @@ def rollout_metrics(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
     groups = len(rollout.group.unique())
     grouped = groups < len(rollout)  # with one answer a prompt there is nothing to compare
     constant = constant_groups(rollout.rewards, rollout.group) if grouped else rollout.rewards.new_zeros(groups)
+    if rollout.expert is not None:  # what an expert wrote is in its group, and no sample of the policy
+        rollout = rollout.rows((~rollout.expert).nonzero()[:, 0])
     rewards, actions = rollout.rewards.double(), rollout.action_mask.sum()
     sums = [rewards.sum(), rewards.square().sum(), constant.sum(), actions, (~rollout.finished).sum(),
             rollout.lengths.sum()]

@@ -68,6 +68,15 @@ class World(NamedTuple):
         rows = [[states[0, first], *(states[1 + first, second] for second in rest)] for first, *rest in ANSWERS]
         return torch.stack([torch.stack([*row, *[theta.new_zeros(())] * (LIMIT - len(row))]) for row in rows])
 
+    def gains(self, logprobs: Tensor) -> Tensor:
+        """(7, 2): how much likelier each word of an answer makes a right one; the last one settles it."""
+        p = logprobs.exp() * (logprobs != 0)
+        first = torch.tensor([answer[0] for answer in ANSWERS])
+        likely = torch.stack([(p[:, 1] * self.rewards)[first == word].sum() for word in (A, B)])
+        start = (logprobs.sum(1).exp() * self.rewards).sum()
+        after = torch.where(first == END, self.rewards, likely[first.clamp(max=1)])
+        return torch.stack((after - start, torch.where(first == END, 0.0, self.rewards - after)), 1)
+
     def gradient(self) -> Tensor:
         """(9,) of the expected reward, sum of p(y) r(y) over the seven answers."""
         theta = self.theta.clone().requires_grad_()
@@ -97,7 +106,8 @@ def groups_of(logprobs: Tensor, size: int) -> list[tuple[tuple[int, ...], float]
 def as_rollout(members: tuple[int, ...], world: World, logprobs: Tensor) -> Rollout:
     """One prompt and its answers, as `collect` and `look_again` would return them. An answer is as likely without the
     prompt, for there is but one; and the sampler agrees with the trainer. A word is a turn, which the environment
-    echoes: the columns are word, echo, word, (G, 3).
+    echoes: the columns are word, echo, word, (G, 3). The belief in a right answer is the probability of one, and the
+    vector of a word is its true gradient. No row branches off another, or starts again: groups are independent answers.
     """
     index, answers = torch.tensor(members), [ANSWERS[i] for i in members]
     states = all_logprobs(world.theta.view(3, 3))
@@ -109,13 +119,19 @@ def as_rollout(members: tuple[int, ...], world: World, logprobs: Tensor) -> Roll
     turns = [[Step("ab"[word], 0.0, False, {"tool_call": True}, "ab"[word]) for word in answer[:-1]]
              + [Step("", reward, True, {"tool_call": True}, "ab."[answer[-1]])]
              for answer, reward in zip(answers, world.rewards[index].tolist(), strict=True)]
-    words, mask, logprobs, entropy = (F.pad(x[:, :, None], (0, 1)).flatten(1)[:, :-1]
-                                      for x in (words, chosen, logprobs[index], entropy))
+    gains = world.gains(logprobs)[index]
+    first, second = words[:, 0], words[:, 1]
+    slopes = torch.eye(9, dtype=torch.float64).view(3, 3, 9) - torch.block_diag(*states.exp()).view(3, 1, 9)
+    vectors = torch.stack((slopes[0, first], torch.zeros(len(index), 9, dtype=torch.float64),
+                           slopes[1 + first.clamp(max=1), second] * chosen[:, 1:]), 1)
+    words, mask, logprobs, entropy, gains = (F.pad(x[:, :, None], (0, 1)).flatten(1)[:, :-1]
+                                             for x in (words, chosen, logprobs[index], entropy, gains))
     return Rollout(tokens=F.pad(words, (1, 0)), action_mask=mask, lengths=2 * chosen.sum(1),
                    group=torch.zeros(len(members), dtype=torch.int64), sample_ids=torch.arange(len(members)),
                    old_logprobs=logprobs, sampler_logprobs=logprobs, alone_logprobs=logprobs, old_entropy=entropy,
                    finished=torch.tensor([answer[-1] == END for answer in answers]), rewards=world.rewards[index],
-                   turns=turns)
+                   gains=gains, vectors=vectors, parent=torch.arange(len(members)),
+                   shared=torch.zeros(len(members), dtype=torch.int64), turns=turns)
 
 
 def update(rollout: Rollout, recipe: RecipeOptions) -> Tensor:

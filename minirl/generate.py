@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from minirl.branching import Branching
     from minirl.parallel.tensor import Vocabulary
 
 # ------------------------------------------------------------------ one token
@@ -180,11 +181,20 @@ Respond = Callable[[int, list[int]], list[int] | Callable[[], list[int]]]
 PATIENCE = 8  # tokens that the other rows sample before a reply that comes later is asked for
 
 
+class Begun(NamedTuple):
+    """Rows that somebody has begun. The prompt of such a row is all that stands on its tape; one entry a row."""
+
+    ids: Tensor  # (N,) int64 sample ids
+    begins: Sequence[int]  # where the action under way begins: the tape's length if none of it is there
+    spent: Sequence[int]  # tokens on the tape that were sampled: they count towards max_new_tokens
+
+
 @torch.inference_mode()
 def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, group_size: int = 1,
              max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
              first_id: int = 0, stop: Sequence[str] = (), respond: Respond | None = None,
-             max_rows: int = 4096) -> Rollout:
+             max_rows: int = 4096, begun: Begun | None = None, pause: int = 0,
+             branch: Branching | None = None) -> Rollout:
     """Sample `group_size` rows for each prompt.
 
     prompts        : token ids, at least one each
@@ -196,27 +206,37 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
                      count of tokens and not by the clock, so that the rows of a batch, and hence the last digits of
                      its logits, are the same in every run
     max_rows       : rows decoded at once; more wait their turn
+    begun          : rows that go on from what stands on their tapes, instead of first_id and group_size
+    pause          : set a row aside once it has sampled so many tokens here, unless it is over; 0: never
+    branch         : which rows do not begin at the prompt but branch off others, and where (branching.py)
     returns        : Rollout in the order of the prompts, `group_size` rows each; `finished` is False where a row was
-                     cut by max_new_tokens or the context. old_logprobs are of the sampled distribution.
+                     cut by max_new_tokens or the context. old_logprobs are of the sampled distribution. With `pause`
+                     also `begins`: where the action under way begins, of a row that was set aside; else -1
     """
     context, device = policy.config.context, policy.device
     check_prompts(prompts, context)
     check_options(temperature, top_k, top_p, max_new_tokens=max_new_tokens, group_size=group_size, max_rows=max_rows)
     if first_id % group_size:
         raise UserError(f"first_id {first_id} is not a multiple of group_size {group_size}: groups would mix prompts")
-    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    numbers: dict[tuple[int, ...], int] = {}  # equal prompts are fed once
+    prompts = [(numbers.setdefault(tuple(prompt), len(numbers)), prompt) for prompt in prompts]
+    alike, prompts = zip(*(prompt for prompt in prompts for _ in range(group_size)), strict=True)
     wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
     tapes = Tapes(prompts, max(map(len, prompts)) + max_new_tokens, tokenizer.pad_id, wide, device)
-    turns = Turns(tapes, Stops(stop, tokenizer, policy.config.vocab_size, device), respond, max_new_tokens, context)
-    batch, waiting = Batch(policy, tapes), list(range(len(prompts)))
-    streams = stream(seed, first_id + torch.arange(len(prompts), device=device))  # (N,)
+    turns = Turns(tapes, Stops(stop, tokenizer, policy.config.vocab_size, device), respond, max_new_tokens, context,
+                  begun, pause)
+    batch, waiting = Batch(policy, tapes), list(range(len(prompts))) if branch is None else branch.roots()
+    ids = first_id + torch.arange(len(prompts), device=device) if begun is None else begun.ids.to(device)
+    streams = stream(seed, ids)  # (N,)
     was_training = policy.training
     policy.eval()  # dropout would make what is sampled another distribution than what is scored
     try:
         while waiting or len(batch.rows):
             room = max_rows - len(batch.rows)
+            if branch is not None:  # who is let in brings a family
+                room = max(room // branch.family, int(not len(batch.rows)))
             if waiting and room > 0:
-                batch.admit(waiting[:room], group_size)
+                batch.admit(waiting[:room], alike)
                 waiting = waiting[room:]
             logits = batch.decode()  # (R, V), or None where another stage of a pipeline has the head
             noise = draw(streams[batch.rows], batch.seen)  # (R,)
@@ -226,25 +246,37 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
             tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
             batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
             turns.wake(batch)
+            if branch is not None:
+                going = batch.alive | turns.waiting[batch.rows]
+                forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
+                batch.fork(forks)
+                waiting += late
             batch.settle(turns.waiting)
     finally:
         policy.train(was_training)
-    return tapes.rollout(first_id, group_size)
+    rollout = tapes.rollout(first_id, group_size)
+    return turns.note_begins(rollout) if pause else rollout
 
 
 class Turns:
     """When the action of a row ends, and what follows: the reply is forced on its tape, or the row is done."""
 
-    def __init__(self, tapes: Tapes, stops: Stops, respond: Respond | None, max_new_tokens: int, context: int):
+    def __init__(self, tapes: Tapes, stops: Stops, respond: Respond | None, max_new_tokens: int, context: int,
+                 begun: Begun | None = None, pause: int = 0):
         self.tapes, self.stops, self.respond, self.context = tapes, stops, respond, context
-        self.starts = tapes.lengths.tolist()  # where the current action of each row begins
-        self.limits = (tapes.lengths + max_new_tokens).clamp(max=context)  # (N,) the length at which a row is cut
+        self.max_new_tokens = max_new_tokens
+        lengths = tapes.lengths
+        spent = torch.zeros_like(lengths) if begun is None else lengths.new_tensor(begun.spent)
+        self.starts = [[n] for n in (lengths.tolist() if begun is None else begun.begins)]  # of each action of a row
+        self.limits = torch.maximum(lengths + max_new_tokens - spent, lengths + 1).clamp(max=context)  # (N,) cut there
+        self.pauses = (lengths + pause).minimum(self.limits) if pause else self.limits  # (N,) the length for today
+        self.paused: set[int] = set()
         self.clock, self.late = 0, deque()  # tokens sampled; (clock to reply at, row, reply, did it end, is it full)
         self.waiting = torch.zeros(len(tapes.lengths), dtype=torch.bool, device=tapes.lengths.device)  # (N,)
 
     def go_on(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """After each of `rows` (R,) has sampled one of `tokens` (R,): which are not done yet? (R,) bool."""
-        full = self.tapes.lengths[rows] == self.limits[rows]
+        full = self.tapes.lengths[rows] == self.pauses[rows]
         check = (full | self.stops.may_end[tokens]).nonzero()[:, 0]  # the others surely go on
         going = torch.ones_like(full)
         if len(check):
@@ -255,10 +287,13 @@ class Turns:
     def _end(self, row: int, tape: list[int], full: bool) -> bool:
         """If the action ended with the tape's last token, reply. True: the row goes on."""
         at_stop = tape[-1] in self.stops.ids
-        action = tape[self.starts[row] :]
+        action = tape[self.starts[row][-1] :]
         ended = at_stop or self.stops.hit(action)
         if not ended and not full:
             return True
+        if not ended and len(tape) < int(self.limits[row]):  # not at its end: it goes on another day
+            self.paused.add(row)
+            return False
         forced = self.respond(row, action[:-1] if at_stop else action) if self.respond else []
         if callable(forced):
             self.late.append((self.clock + PATIENCE, row, forced, ended, full))
@@ -269,13 +304,30 @@ class Turns:
     def _reply(self, row: int, forced: list[int], ended: bool, full: bool) -> bool:
         """Lay the reply on the tape. True: the row goes on."""
         self.tapes.finished[row] = ended and not forced
-        length = int(self.tapes.lengths[row]) + len(forced)
-        if not forced or full or length >= self.context:
+        length = int(self.tapes.lengths[row])
+        aside = full and length < int(self.limits[row])
+        length += len(forced)
+        if not forced or (full and not aside) or length >= self.context:
             return False
         self.tapes.extend(row, forced, chosen=False)
-        self.starts[row] = length
+        self.starts[row].append(length)
         self.limits[row] = min(int(self.limits[row]) + len(forced), self.context)  # forced tokens do not count
-        return True
+        self.pauses[row] = min(int(self.pauses[row]) + len(forced), int(self.limits[row]))
+        if aside:
+            self.paused.add(row)
+        return not aside
+
+    def fork(self, parent: int, child: int, at: int) -> None:
+        """The child's row is the parent's first `at` tokens, and it has what those leave it of the limit."""
+        self.tapes.copy(parent, child, at)
+        self.starts[child] = [start for start in self.starts[parent] if start <= at]
+        left = self.max_new_tokens - int(self.tapes.chosen[child, :at].sum())
+        self.limits[child] = self.pauses[child] = min(at + left, self.context)
+
+    def note_begins(self, rollout: Rollout) -> Rollout:
+        """`begins` of the rows that were set aside."""
+        found = [self.starts[row][-1] if row in self.paused else -1 for row in range(len(rollout))]
+        return rollout.replace(begins=torch.tensor(found, device=rollout.tokens.device))
 
     def wake(self, batch: Batch) -> None:
         """Give the replies that are due, or the next ones if nobody has anything else to do."""
@@ -353,23 +405,40 @@ class Batch:
     def _empty_cache(self, rows: int) -> KVCache:
         return KVCache(self.policy, rows, self.slots)
 
-    def admit(self, rows: list[int], group_size: int) -> None:
-        """Take in new rows. One row of each prompt is prefilled; its cache is copied to the others of its group."""
+    def admit(self, rows: list[int], alike: Sequence[int]) -> None:
+        """Take in new rows. One row of each prompt is prefilled; its cache is copied to the others with that prompt.
+
+        alike : of all rows, the number of their prompt
+        """
         first: dict[int, int] = {}  # prompt -> the row that is prefilled
         for row in rows:
-            first.setdefault(row // group_size, row)
+            first.setdefault(alike[row], row)
         prefilled = torch.tensor(list(first.values()), device=self.device)
         self._reserve(int(self.tapes.lengths[prefilled].max()))
         cache = self._empty_cache(len(first))
         self._feed(cache, prefilled, torch.zeros_like(prefilled))
         if len(first) < len(rows):
             place = {prompt: i for i, prompt in enumerate(first)}
-            copies = torch.tensor([place[row // group_size] for row in rows], device=self.device)
+            copies = torch.tensor([place[alike[row]] for row in rows], device=self.device)
             cache = cache.select(copies, self.slots)
         self.cache = self.cache.join(cache) if len(self.rows) else cache
         new = torch.tensor(rows, device=self.device)
         self.rows = torch.cat((self.rows, new))
         self.seen = torch.cat((self.seen, self.tapes.lengths[new] - 1))
+        self.alive = torch.cat((self.alive, torch.ones_like(new, dtype=torch.bool)))
+
+    def fork(self, forks: Sequence[tuple[int, int, int]]) -> None:
+        """Take in rows whose tapes are the first tokens of others' (parent, child, how many), with their caches.
+
+        What the copy holds beyond those tokens lies behind the child's own position: nobody sees it, see `KVCache`.
+        """
+        if not forks:
+            return
+        place = {row: i for i, row in enumerate(self.rows.tolist())}
+        parents, new, at = torch.tensor([[place[p], child, at] for p, child, at in forks], device=self.device).T
+        self.cache = self.cache.join(self.cache.select(parents, self.slots))
+        self.rows = torch.cat((self.rows, new))
+        self.seen = torch.cat((self.seen, (at - 1).minimum(self.seen[parents])))
         self.alive = torch.cat((self.alive, torch.ones_like(new, dtype=torch.bool)))
 
     def _reserve(self, slots: int) -> None:

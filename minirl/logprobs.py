@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Output(NamedTuple):
     logprobs: Tensor | None  # (B, S) nats, of the token that follows
     entropy: Tensor | None = None  # (B, S) nats, of the distribution it was drawn from; where it was asked for
     values: Tensor | None = None  # (B, S), the score of the row up to here: before the token that follows
+    vectors: Tensor | None = None  # (B, S, D), see `token_vectors`; where they were asked for
 
 
 def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0, documents: Tensor | None = None,
@@ -58,12 +60,16 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
 
 
 def output_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
-                entropy: bool = False, cp_group: Group | None = None, first: int | None = 0) -> Output:
+                entropy: bool = False, cp_group: Group | None = None, first: int | None = 0,
+                vectors: bool = False) -> Output:
     """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
     inputs, positions, documents, targets = shift(tokens, documents, cp_group)
     hidden = model(inputs, positions, documents)  # (B, S, D)
     if model.has_head:
-        return head_output(model, hidden, targets, temperature, entropy, first)
+        out = head_output(model, hidden, targets, temperature, entropy, first)
+        return out._replace(vectors=(1 - out.logprobs.exp())[..., None] * hidden) if vectors else out
+    if vectors:
+        return Output(None, vectors=hidden.new_zeros(*targets.shape, model.config.hidden_size))
     zeros = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     if model.config.num_labels:
         return Output(None, None, zeros)
@@ -211,6 +217,15 @@ def rollout_values(model: Transformer, rollout: Rollout, microbatch_size: int, m
     return _of_rollout(model, rollout, microbatch_size, 1.0, mesh, ["values"])[0]
 
 
+@torch.no_grad()
+def token_vectors(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float = 1.0,
+                  mesh: Mesh | None = None) -> Tensor:
+    """(B, S, D): (1 - p(token)) times the state it was predicted from, a stand-in for its gradient (DelTA): that of
+    log p with respect to the token's own row of the output matrix. D numbers a token: mind the memory."""
+    return _of_rollout(model, rollout, microbatch_size, temperature, mesh, ["vectors"],
+                       partial(output_here, vectors=True))[0]
+
+
 def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temperature: float, mesh: Mesh | None,
                 names: list[str], look: Callable[..., Output] = output_here) -> list[Tensor]:
     from minirl.parallel.context import join  # torch.distributed is not needed on a laptop
@@ -230,7 +245,7 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
                 if cp_group is not None:
                     piece = join(piece, cp_group, part.action_mask.shape[1])
                     piece[:, : first or 0] = 0  # the same numbers in every layout
-                whole = results.setdefault(name, piece.new_zeros(rollout.action_mask.shape))
+                whole = results.setdefault(name, piece.new_zeros(*rollout.action_mask.shape, *piece.shape[2:]))
                 whole[index, : piece.shape[1]] = piece
     return [x if model.pipeline is None else model.pipeline.from_last(x) for x in results.values()]
 

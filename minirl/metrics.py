@@ -273,15 +273,16 @@ class MetricsLogger:
     resume_step : completed steps of the checkpoint. Later lines of metrics.jsonl are dropped, since those
                   steps are run again. 0 is a new run with a new file
     print_every : steps between lines on the console; the file gets every step
+    expected    : metrics that this run puts out of their healthy range on purpose: no hint about them
     enabled     : False on every rank but the first: nothing is read, written or printed
     """
 
     def __init__(self, run_dir: str | Path, columns: Sequence[str], total_steps: int, resume_step: int = 0,
-                 enabled: bool = True, print_every: int = 1):
+                 enabled: bool = True, print_every: int = 1, expected: Sequence[str] = ()):
         self.path = Path(run_dir) / "metrics.jsonl"
         self.columns = [BY_NAME.get(name, Metric(name, name, ".4g", *[""] * 5)) for name in (*columns, SPEED)]
         self.total_steps, self.resume_step, self.enabled = total_steps, resume_step, enabled
-        self.print_every = print_every
+        self.print_every, self.expected = print_every, expected
         self.history: list[Mapping[str, float]] = []
         self.started = time.perf_counter()
         self.lines_printed = 0
@@ -307,7 +308,8 @@ class MetricsLogger:
             file.write(json_line({"step": step, **metrics}))
         if step % self.print_every == 0 or step == self.total_steps:
             self._print(step, metrics)
-        for hint in hints(metrics, self.history):
+        judged = {name: value for name, value in metrics.items() if name not in self.expected}
+        for hint in hints(judged, self.history):
             print(hint, flush=True)
         self.history.append(metrics)
 

@@ -21,22 +21,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minirl.advantages import Baseline, Scale, constant_groups
+from minirl.advantages import Baseline, Scale, constant_groups, group_std
+from minirl.branching import Rule, TreeCredit, check_branching, tree_advantages
 from minirl.config import UserError, check_not_negative, check_positive
 from minirl.credit import (
     amplify,
     grpo_s_rewards,
     gtpo_advantages,
     listwise_advantages,
+    min_form,
+    pure_advantages,
     success_weight,
     ucpo_advantages,
 )
 from minirl.gae import whiten
 from minirl.generate import uniform
 from minirl.label_free import Labels, pseudo_rewards
-from minirl.logprobs import rollout_certainty, rollout_logprobs
+from minirl.logprobs import rollout_certainty, rollout_logprobs, token_vectors
 from minirl.losses import Mode, bounded_expm1, kl_estimate, row_sum
-from minirl.policy_loss import Ratio, Surrogate, check_pair, policy_loss
+from minirl.policy_loss import Ratio, Surrogate, check_pair, expert_loss, policy_loss
+from minirl.retry import Locate, Retry, check_retry
 from minirl.rewards import overlong_penalty
 from minirl.shaping import (
     answer_alone,
@@ -46,8 +50,25 @@ from minirl.shaping import (
     repetition_penalty,
     self_aligned_reward,
 )
-from minirl.token_weights import Mismatch, clip_cov, covariance, mismatch_weight, off_policy_keep, top_tokens
-from minirl.turns import Credit, ended_by_itself, turn_advantages, without_void_turns
+from minirl.token_weights import (
+    Mismatch,
+    clip_cov,
+    covariance,
+    delta_weights,
+    mismatch_weight,
+    normalized,
+    off_policy_keep,
+    top_tokens,
+)
+from minirl.turns import (
+    Credit,
+    ended_by_itself,
+    process_rewards,
+    spread,
+    turn_advantages,
+    turn_numbers,
+    without_void_turns,
+)
 
 if TYPE_CHECKING:
     from minirl.model import Transformer
@@ -59,8 +80,22 @@ if TYPE_CHECKING:
 class RecipeOptions:
     # recipe: a column that is not given is that of the row; `python -m minirl.recipes` prints the rows
     recipe: str = "default"  # which row
-    # who says what is right: the task, or one of the stand-ins of minirl/label_free.py
-    labels: Labels | None = None
+    # who says what is right
+    labels: Labels | None = None  # the task, or one of the stand-ins of minirl/label_free.py
+    # sampling: how the rows of a group come about; minirl/env/groups.py and rounds.py
+    expert: bool | None = None  # one row of a group is written by the task's expert (LUFFY)
+    retry: Retry | None = None  # half of a group starts again from within a row: minirl/retry.py has the table
+    locate: Locate | None = None  # who says where: the policy asked, its belief in the answer, or chance
+    guide_tokens: int | None = None  # of r3l: tokens that the policy may write about a row before the retry
+    branch: Rule | None = None  # rows branch off other rows: minirl/branching.py has the table
+    branch_roots: int | None = None  # rows of a group that begin at the prompt; 0: half of them
+    branch_span: int | None = None  # tokens: of every, between forks (0: an action); of entropy, that are looked at
+    branch_weight: float | None = None  # of entropy: how much it counts that the policy became unsure
+    grow: int | None = None  # rounds in which groups of equal rewards get group_size rows more
+    selective: int | None = None  # give groups up whose first so many tokens are alike; 0: none
+    selective_distance: float | None = None  # that is, their edit distance is on average below this share
+    partial: int | None = None  # write so many tokens a round; groups that are not done go on next step; 0: all at once
+    resample: int | None = None  # rounds of sampling after the first, until all groups have unequal rewards
     # additions to the reward
     overlong: float | None = None  # share of the longest answer in which a penalty grows to -1; 0: none
     length_reward: Literal["none", "kimi", "cosine"] | None = None  # against the group's lengths, or the limit
@@ -74,6 +109,10 @@ class RecipeOptions:
     credit: Credit | None = None  # which action of a row is it due to? minirl/turns.py has the table
     turn_gamma: float | None = None  # what a reward loses with each turn that it is away, in turn, grow and gigpo
     state_weight: float | None = None  # of gigpo's comparison of what was done in one state
+    tree_credit: TreeCredit | None = None  # with branch: compared with its kin; minirl/branching.py
+    process: Literal["none", "min-form", "belief"] | None = None  # credit for a step: the task's check of it, as far as
+        # it is the worst one (PURE), or what it adds to the belief in the right answer (GRPO-VPS)
+    process_weight: float | None = None  # its weight beside the outcome
     combine: Literal["sum", "separate"] | None = None  # add up rewards first, or the advantages of each (GDPO)
     entropy_credit: Literal["none", "gtpo", "grpo-s"] | None = None  # more for tokens, or answers, of high entropy
     ucpo_tau: float | None = None  # share of a group's positive advantage dealt out by rarity; 0: none
@@ -98,6 +137,8 @@ class RecipeOptions:
     mismatch: Mismatch | None = None  # what the difference of these two does: minirl/token_weights.py has the table
     mismatch_low: float | None = None  # its lower bound
     mismatch_high: float | None = None  # its upper bound
+    delta: bool | None = None  # more for tokens whose gradient is like that of their own side, right or wrong (DelTA)
+    expert_gamma: float | None = None  # of an expert's tokens: their loss is - A p / (p + this)
     top_entropy: float | None = None  # share of the batch's tokens that learn, those of the highest entropy
     cov: Literal["none", "kl", "clip"] | None = None  # hold, or leave out, tokens that cost the most entropy
     cov_share: float | None = None  # which share of the tokens
@@ -113,7 +154,8 @@ class RecipeOptions:
     mask_truncated: bool | None = None  # rows cut at a limit count in the baseline and are not trained on
     mask_void: bool | None = None  # nor are rows with an action that neither calls a tool nor gives an answer
     mask_constant: bool | None = None  # nor are groups of equal rewards, by the KL term or in the number of tokens
-    resample: int | None = None  # rounds of sampling after the first, until all groups have unequal rewards
+    keep_groups: float | None = None  # nor are any but this share of the groups, those whose rewards differ the most
+    mask_shared: bool | None = None  # nor are tokens that a row took over from another, or from an earlier step
 
 
 class Row(NamedTuple):
@@ -129,16 +171,19 @@ def row(source: str, idea: str, **options) -> Row:
 TABLE = {
     "default": row(
         "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash",
-        labels="task", overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
+        labels="task", expert=False, retry="none", locate="ask", guide_tokens=0, branch="none", branch_roots=0,
+        branch_span=0, branch_weight=0.2, grow=0, selective=0, selective_distance=0.1, partial=0, resample=0,
+        overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
         baseline="mean", advantage_scale="std", std_ddof=0, credit="trajectory", turn_gamma=0.95, state_weight=1.0,
-        combine="sum", entropy_credit="none", ucpo_tau=0.0,
+        tree_credit="none", process="none", process_weight=1.0, combine="sum", entropy_credit="none", ucpo_tau=0.0,
         listwise="none", listwise_tau=1.0, success_power=0.0, positive=1.0, amplify=0.0, whiten=False,
         ratio="token", surrogate="clip", eps_low=0.2, eps_high=0.2, rescue=0.0, dual_clip=0.0, tau=1.0,
         tau_negative=1.0, off_policy_gap=0.0,
-        old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, top_entropy=1.0,
+        old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, delta=False, expert_gamma=0.1,
+        top_entropy=1.0,
         cov="none", cov_share=0.0002, cov_coef=1.0,
         kl_coef=0.001, kl_kind="k3", kl_ratio=False, aggregate="token", constant_length=0,
-        mask_truncated=False, mask_void=False, mask_constant=False, resample=0),
+        mask_truncated=False, mask_void=False, mask_constant=False, keep_groups=1.0, mask_shared=False),
 
     # ---- how tokens are summed, what the advantage is divided by
     "grpo": row(
@@ -226,10 +271,48 @@ TABLE = {
     "grpo_s": row(
         "2508.04349", "answers of high entropy have a higher reward (the form is recalled)",
         entropy_credit="grpo-s", kl_coef=0.0),
+    "pure": row(
+        "2504.15275", "the outcome, and for steps no sum of their rewards but about the worst one, for which many good "
+        "ones do not make up. No reward model: a task's own checks of its steps",
+        baseline="leave-one-out", advantage_scale="none", process="min-form", kl_coef=0.0),
+    "vps": row(
+        "2604.20659", "a segment is paid for what it adds to the belief in the right answer (the sum and its weight "
+        "are ours)",
+        process="belief", process_weight=0.5, kl_coef=0.0),
+
+    # ---- how the rows come about
+    "luffy": row(
+        "2504.14945", "one row of a group is an expert's: by its unlikeliest tokens most is learnt. No clip; the bonus "
+        "for entropy, 0.001, is not here",
+        expert=True, advantage_scale="none", surrogate="unclipped", kl_coef=0.0, aggregate="constant"),
+    "srpo": row(
+        "2605.25507", "retries from in front of the first wrong thought of a row, compared with each other alone",
+        retry="srpo", mask_shared=True, surrogate="reinforce", kl_coef=0.0, aggregate="sequence"),
+    "rrpo": row(
+        "2605.25507", "the same from anywhere: what SRPO is compared with",
+        retry="srpo", locate="random", mask_shared=True, surrogate="reinforce", kl_coef=0.0, aggregate="sequence"),
     "r3l": row(
-        "2601.03715", "better than the mean, but not perfect, counts three times; no std, no ratio. Its retries from a "
-        "pivot are a sampler's, and not here",
-        advantage_scale="none", amplify=3.0, surrogate="reinforce", kl_coef=0.0),
+        "2601.03715", "half of a group are retries from a pivot, of which only what is new is trained on; better than "
+        "the mean, but not perfect, counts three times; no std, no ratio. Its factor 1/2 (tau 1) is left to the rate",
+        retry="r3l", guide_tokens=32, mask_shared=True, advantage_scale="none", amplify=3.0, surrogate="reinforce",
+        kl_coef=0.0),
+    "tree_rpo": row(
+        "2506.05183", "a full tree of answers: a piece is worth the mean of what follows it, compared with the pieces "
+        "that begin where it does, and counts once",
+        branch="every", branch_roots=2, tree_credit="siblings", mask_shared=True, kl_coef=0.0),
+    "tree_grpo": row(
+        "2509.21240", "trees of agents' turns: compared with all rows, and with those of the same tree",
+        branch="random", branch_roots=2, tree_credit="inter-intra", std_ddof=1),
+    "arpo": row(
+        "2507.19849", "a row branches where a tool's answer has made the policy unsure; then as GRPO",
+        branch="entropy", branch_span=20, kl_coef=0.0),
+    "adaptive": row(
+        "adaptive group sizes, of many", "where all of a group earn the same, it gets more rows, twice at most (ours)",
+        grow=2, kl_coef=0.0),
+    "selective": row(
+        "2605.05802", "groups whose answers begin alike are given up, for they would earn alike (the number of tokens "
+        "and the distance are ours)",
+        selective=8, resample=1, kl_coef=0.0),
 
     "pair_grpo": row(
         "2605.06375", "only who is better counts, not by how much: the soft form, its mean over pairs is ours",
@@ -277,6 +360,10 @@ TABLE = {
     "clip_cov": row(
         "2505.22617", "some of the tokens that cost the most entropy do not learn",
         cov="clip", kl_coef=0.0),
+    "delta": row(
+        "2605.21467", "tokens count by how well their gradient tells right answers from wrong ones, 0.8 to 1.2 times "
+        "(the temperature is ours)",
+        delta=True, eps_high=0.28, kl_coef=0.0),
     "tis": row(
         "truncated importance sampling; verl, TRL", "samples that another engine drew weigh by how likely they are "
         "here, at most twice",
@@ -308,6 +395,11 @@ TABLE = {
     "simpletir": row(
         "2509.02479", "a row with an action that neither calls a tool nor answers is not trained on, whatever it got",
         mask_void=True),
+
+    "starpo_s": row(
+        "2504.20073", "the quarter of the groups whose rewards differ the most is trained on (its critic over turns "
+        "and its bonus for entropy are not here)",
+        keep_groups=0.25, eps_high=0.28, kl_coef=0.0),
 
     # ---- whole systems
     "deepswe": row(
@@ -346,9 +438,12 @@ def fill_in(config: RecipeOptions) -> None:
         raise UserError(f"--listwise {config.listwise} compares rows by one reward: leave out --credit, --combine")
     check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length", "overlong",
                        "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low", "cov_coef",
-                       "resample", "turn_gamma", "state_weight", "success_power", "positive", "rescue")
-    check_positive(config, "listwise_tau", "tau", "tau_negative", "mismatch_high", "top_entropy", "cov_share")
-    for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share", "turn_gamma"):
+                       "resample", "turn_gamma", "state_weight", "success_power", "positive", "rescue", "guide_tokens",
+                       "branch_roots", "branch_span", "branch_weight", "grow", "selective", "partial",
+                       "process_weight")
+    check_positive(config, "expert_gamma", "selective_distance", "listwise_tau", "tau", "tau_negative",
+                   "mismatch_high", "top_entropy", "cov_share", "keep_groups")
+    for name in ("overlong", "ucpo_tau", "top_entropy", "cov_share", "turn_gamma", "keep_groups"):
         if getattr(config, name) > 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: a share lies between 0 and 1")
     if config.mismatch != "none" and config.old_logprobs == "sampler":
@@ -357,8 +452,33 @@ def fill_in(config: RecipeOptions) -> None:
     if config.entropy_credit == "gtpo" and config.credit != "trajectory":
         raise UserError(f"--credit {config.credit} has no effect with --entropy-credit gtpo, which looks at tokens and "
                         "not at turns: leave one of them out")
+    check_sampling(config)
     if 0 < config.dual_clip <= 1 + config.eps_high:
         raise UserError(f"--dual-clip {config.dual_clip}: a bound on large ratios lies above 1 + eps_high; 0: none")
+
+
+def check_sampling(config: RecipeOptions) -> None:
+    """UserError for ways of sampling that do not go together, or not with the size of a group."""
+    size = getattr(config, "group_size", None)  # of a trainer; the table alone has none
+    ways = [f"--{name}" for name in ("expert", "retry", "branch", "grow", "selective", "partial")
+            if getattr(config, name) not in (False, 0, "none")]
+    if len(ways) > 1:
+        raise UserError(f"{ways[0]} and {ways[1]} both say how the rows of a group come about: leave one of them out")
+    for way in ({"--retry", "--partial"} & {*ways} if config.resample else ()):
+        raise UserError(f"{way} does not go with --resample {config.resample}: leave one of them out")
+    if config.tree_credit != "none" and config.branch == "none":
+        raise UserError(f"--tree-credit {config.tree_credit} looks at rows that branch: give --branch")
+    if config.tree_credit != "none" and config.credit != "trajectory":
+        raise UserError(f"--credit {config.credit} has no effect with --tree-credit {config.tree_credit}: leave one of "
+                        "them out")
+    if config.branch == "entropy" and not config.branch_span:
+        raise UserError("--branch entropy looks at the first tokens behind a tool's answer: give --branch-span")
+    if size is not None:
+        check_retry(config.retry, size)
+        if config.branch != "none":
+            check_branching(config.branch, size, config.branch_roots or size // 2)
+        if config.expert and size < 3:
+            raise UserError(f"--group-size {size}: with --expert one row is the expert's, so give at least 3")
 
 
 # ---- what the columns mean, in the order in which a step needs them ----
@@ -370,6 +490,10 @@ def look_again(policy: Transformer, rollout: Rollout, config: RecipeOptions, fir
     first_token : what stands before an answer without its prompt: BOS, or where there is none EOS
     """
     measure = (microbatch_size, temperature, mesh)
+    if rollout.expert is not None:  # nobody knows what the expert's log-probs were: the ratio is of the policy's own
+        logprobs = rollout_logprobs(policy, rollout, *measure)
+        rollout = rollout.replace(old_logprobs=torch.where(rollout.expert[:, None] & rollout.action_mask, logprobs,
+                                                           rollout.old_logprobs))
     if config.old_logprobs == "trainer" or config.entropy_credit != "none" or config.top_entropy < 1:
         logprobs, entropy, *_ = rollout_logprobs(policy, rollout, *measure, entropy=True)
         rollout = rollout.replace(old_entropy=entropy)
@@ -378,6 +502,8 @@ def look_again(policy: Transformer, rollout: Rollout, config: RecipeOptions, fir
     if config.labels != "task":
         certain = rollout_certainty(policy, rollout, *measure) if config.labels == "self-certainty" else None
         rollout = rollout.replace(pseudo_rewards=pseudo_rewards(config.labels, rollout, certain))
+    if config.delta:
+        rollout = rollout.replace(vectors=token_vectors(policy, rollout, *measure))
     if config.sar_coef:
         alone = rollout_logprobs(policy, answer_alone(rollout, first_token), *measure)
         rollout = rollout.replace(alone_logprobs=put_back(alone, rollout.action_mask))
@@ -412,11 +538,14 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: M
     mask, group, right = rollout.action_mask, rollout.group, verdict(rollout) >= 1
     lengths = mask.sum(1)
     mean_logprobs = row_sum(rollout.old_logprobs, mask) / lengths.clamp(min=1)
+    constant_groups(rollout.rewards, group)  # which refuses a reward that is no number, whatever is made of it below
+    how = dict(baseline=config.baseline, scale=config.advantage_scale, ddof=config.std_ddof, mesh=mesh)
 
     def relative(rewards: Tensor) -> Tensor:
+        if config.tree_credit != "none":
+            return tree_advantages(config.tree_credit, rollout, rewards, **how)
         return turn_advantages(config.credit, rewards, group, rollout.turns, mask, config.turn_gamma,
-                               config.state_weight, baseline=config.baseline, scale=config.advantage_scale,
-                               ddof=config.std_ddof, mesh=mesh)
+                               config.state_weight, **how)
 
     weighed = rewards_of(rollout, config, limit)
     rewards = sum(weight * reward for weight, reward in weighed)
@@ -434,6 +563,13 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: M
         advantages = advantages * success_weight(rewards, group, config.success_power)
     if config.positive != 1:
         advantages = torch.where(advantages > 0, config.positive * advantages, advantages)
+    if config.process == "min-form":
+        advantages = advantages + config.process_weight * step_credit(rollout)
+    elif config.process == "belief":
+        if rollout.gains is None:
+            raise UserError("--process belief needs the policy's beliefs from when the rows were sampled, and this "
+                            "rollout has none: do not replay it")
+        advantages = advantages + config.process_weight * rollout.gains
     if config.amplify:
         advantages = amplify(advantages, rewards, config.amplify)
     if config.ucpo_tau:
@@ -444,7 +580,16 @@ def make_advantages(rollout: Rollout, config: RecipeOptions, limit: int, mesh: M
     return advantages.to(rollout.rewards.dtype)
 
 
-def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
+def step_credit(rollout: Rollout) -> Tensor:
+    """(B, S): PURE's credit of each action, of what the task's checks say of it, compared with the other rows."""
+    mask = rollout.action_mask
+    numbers = turn_numbers(mask)
+    checks = process_rewards(rollout.turns, numbers, rollout.rewards)  # (B, K)
+    tokens = torch.zeros_like(checks, dtype=torch.int64).scatter_add(1, numbers.clamp(min=0), mask.long())
+    return spread(pure_advantages(min_form(checks, tokens > 0), tokens, rollout.group), numbers)
+
+
+def leave_out(rollout: Rollout, config: RecipeOptions, mesh: Mesh | None = None) -> Rollout:
     """The rollout with an empty action mask in the rows that the columns under "filters" take away."""
     mask = rollout.action_mask
     if config.mask_truncated:
@@ -454,6 +599,13 @@ def leave_out(rollout: Rollout, config: RecipeOptions) -> Rollout:
     if config.mask_constant:
         _, index = rollout.group.unique(return_inverse=True)
         mask = mask & ~constant_groups(verdict(rollout), rollout.group)[index][:, None]
+    if config.keep_groups < 1:
+        _, index = rollout.group.unique(return_inverse=True)
+        std = group_std(verdict(rollout), index)[:, None]  # (P, 1)
+        mask = mask & top_tokens(std, torch.ones_like(std, dtype=torch.bool), config.keep_groups, mesh)[index]
+    if config.mask_shared and rollout.shared is not None:
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        mask = mask & (columns + 1 >= rollout.shared[:, None])
     return rollout.replace(action_mask=mask)
 
 
@@ -463,6 +615,9 @@ def weigh(minibatch: Rollout, config: RecipeOptions, seed: int, mesh: Mesh | Non
     if config.mismatch != "none":
         weights.append(mismatch_weight(minibatch.old_logprobs, minibatch.sampler_logprobs, mask, config.mismatch,
                                        config.mismatch_low, config.mismatch_high))
+    if config.delta:
+        weights.append(normalized(delta_weights(minibatch.vectors, minibatch.advantages, mask, mesh=mesh), mask, mesh))
+        minibatch = minibatch.replace(vectors=None)
     if config.top_entropy < 1:
         weights.append(top_tokens(minibatch.old_entropy, mask, config.top_entropy, mesh))
     if config.cov != "none":
@@ -497,6 +652,10 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
         logprobs, mb.old_logprobs, mb.advantages, mb.action_mask, ratio=config.ratio, surrogate=config.surrogate,
         eps_low=config.eps_low + slack, eps_high=config.eps_high + slack, dual_clip=config.dual_clip, tau=config.tau,
         tau_negative=config.tau_negative, row_tokens=mb.row_tokens, cp_group=cp_group)
+    if mb.expert is not None:
+        expert = mb.expert[:, None].expand_as(loss)
+        loss = torch.where(expert, expert_loss(logprobs, mb.advantages, mb.action_mask, config.expert_gamma), loss)
+        clipped = clipped & ~expert
     if mb.weights is not None:
         loss = loss * mb.weights
     if config.off_policy_gap:
@@ -504,7 +663,10 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
         gap = row_sum(mb.old_logprobs - logprobs.detach(), mb.action_mask, cp_group) / tokens.clamp(min=1)
         loss = loss * off_policy_keep(mb.advantages, gap[:, None], config.off_policy_gap)
     if mb.anchors is not None:
-        loss = loss + mb.anchors * (logprobs - mb.old_logprobs).abs()
+        moved = logprobs - mb.old_logprobs
+        # Before the first update this is rounding, and the sign of that would be a gradient of full size.
+        still = moved.detach().abs() <= 64 * torch.finfo(moved.dtype).eps * (1 + mb.old_logprobs.abs())
+        loss = loss + mb.anchors * torch.where(still, 0.0, moved.abs())
     if mb.ref_logprobs is not None:
         kl = kl_estimate(logprobs, mb.ref_logprobs, config.kl_kind)
         if config.kl_ratio:

@@ -53,6 +53,12 @@ class Rollout:
     slack: Tensor | None = None  # (B, S) by how much further than eps each token's ratio may go
     pseudo_rewards: Tensor | None = None  # (B,) what stands in for rewards where nobody knows what is right
     anchors: Tensor | None = None  # (B, S) price of each token's |logprobs - old_logprobs|, in nats
+    expert: Tensor | None = None  # (B,) bool: an expert wrote the row, and not the policy
+    parent: Tensor | None = None  # (B,) int64: sample id of the row that this one branched off; its own id: of none
+    shared: Tensor | None = None  # (B,) int64: tokens that it took over from there; 0: none
+    begins: Tensor | None = None  # (B,) int64, of a row set aside: where its last action begins; -1: it is over
+    gains: Tensor | None = None  # (B, S) what the segment of each token added to the belief in the right answer
+    vectors: Tensor | None = None  # (B, S, D) stand-ins for the gradient of each token
     prompt_tokens: Tensor | None = None  # (B,) int64: action tokens of all rows of this row's prompt
     documents: Tensor | None = None  # (B, T) int64, of packed rows: which document each token belongs to
     row_tokens: Tensor | None = None  # (B,) int64: action tokens of the whole row, where there are only some columns
@@ -75,7 +81,7 @@ class Rollout:
         T = int(self.lengths[index].max()) if len(index) else 1
         picked = {name: value[index] for name, value in self.tensors().items()}
         for name, value in picked.items():
-            if value.dim() == 2 and value.shape[1] > 1:
+            if value.dim() > 1 and value.shape[1] > 1:
                 picked[name] = value[:, : T if name in ("tokens", "documents") else T - 1]
         order = index.tolist()
         return Rollout(**picked, texts=[self.texts[i] for i in order if self.texts],
@@ -224,6 +230,12 @@ class Tapes:
         self.logprobs[rows, at] = logprobs.to(self.logprobs.dtype)
         self.chosen[rows, at] = True
         self.lengths[rows] = at + 1
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Make `row` the first `length` tokens of another row."""
+        for x in (self.tokens, self.chosen, self.logprobs):
+            x[row, :length], x[row, length:] = x[source, :length].clone(), self.pad_id if x is self.tokens else 0
+        self.lengths[row] = length
 
     def read(self, rows: Tensor) -> list[list[int]]:
         """The tokens so far of each of `rows` (R,)."""

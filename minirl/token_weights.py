@@ -65,7 +65,10 @@ def off_policy_keep(advantages: Tensor, gap: Tensor, limit: float) -> Tensor:
 
 @torch.no_grad()
 def top_tokens(score: Tensor, mask: Tensor, share: float, mesh: Mesh | None = None) -> Tensor:
-    """(B, S) bool: the `share` of the batch's tokens with the highest scores, at least one; ties may add some."""
+    """(B, S) bool: the `share` of the batch's tokens with the highest scores, at least one; ties may add some.
+
+    score : (B, S) floating; two that differ by its rounding are equal
+    """
     values = score[mask].double()
     count = torch.tensor(len(values), device=score.device)
     if mesh is not None and mesh.dp > 1:
@@ -78,7 +81,11 @@ def top_tokens(score: Tensor, mask: Tensor, share: float, mesh: Mesh | None = No
     best[: len(own)] = own
     if mesh is not None and mesh.dp > 1:
         best = all_gather(best, mesh.dp_group).topk(k).values
-    return mask & (score.double() >= best[-1]) if k else torch.zeros_like(mask)
+    if not k:
+        return torch.zeros_like(mask)
+    # Equal tokens of equal rows have equal scores but for rounding, which a layout must not decide by.
+    slack = 64 * torch.finfo(score.dtype).eps * best.abs().max()
+    return mask & (score.double() >= best[-1] - slack)
 
 
 @torch.no_grad()
@@ -107,7 +114,7 @@ def clip_cov(cov: Tensor, mask: Tensor, noise: Tensor, share: float, low: float 
 
 @torch.no_grad()
 def delta_weights(vectors: Tensor, advantages: Tensor, mask: Tensor, refinements: int = 1, low: float = 0.8,
-                  high: float = 1.2) -> Tensor:
+                  high: float = 1.2, mesh: Mesh | None = None) -> Tensor:
     """(B, S), low .. high: more for tokens whose gradient is like that of their own side. DelTA, arXiv:2605.21467.
 
     vectors : (B, S, D), a stand-in for each token's gradient: (1 - p(token)) times its last hidden state
@@ -117,18 +124,28 @@ def delta_weights(vectors: Tensor, advantages: Tensor, mask: Tensor, refinements
 
     **Not established**: gamma ("adaptive, from the current distance scale", App. H). Here: the mean |m| of the side.
     """
-    advantages = advantages.expand(mask.shape)
+    advantages = advantages.expand(mask.shape).to(vectors.dtype)
     sides = [mask & (advantages > 0), mask & (advantages < 0)]
-    if not all(side.any() for side in sides):
+
+    def total(x: Tensor) -> Tensor:
+        if mesh is None or mesh.dp == 1:
+            return x
+        from minirl.parallel.collectives import all_reduce  # torch.distributed is not needed on a laptop
+
+        return all_reduce(x, mesh.dp_group)
+
+    if not all(total(side.sum()) for side in sides):
         return torch.ones_like(advantages)  # one side alone has nothing to be told from
     alpha = torch.ones_like(advantages)
     for _ in range(refinements + 1):
         weight = advantages.abs() * alpha
-        centroids = [(vectors[side] * weight[side][:, None]).sum(0) / weight[side].sum() for side in sides]
+        centroids = [total((vectors[side] * weight[side][:, None]).sum(0)) / total(weight[side].sum())
+                     for side in sides]
         alpha = torch.full_like(alpha, 0.5)
         for side, own, other in ((sides[0], *centroids), (sides[1], *centroids[::-1])):
             margin = (vectors[side] - other).square().sum(1) - (vectors[side] - own).square().sum(1)
-            alpha[side] = torch.sigmoid(margin / margin.abs().mean().clamp(min=1e-12))
+            gamma = total(margin.abs().sum()) / total(side.sum())
+            alpha[side] = torch.sigmoid(margin / gamma.clamp(min=1e-12))
     return low + (high - low) * alpha
 
 

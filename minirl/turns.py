@@ -73,6 +73,20 @@ def turn_returns(paid: Tensor, gamma: float) -> Tensor:
     return returns
 
 
+def process_rewards(turns: Sequence[Sequence[Step]], numbers: Tensor, like: Tensor) -> Tensor:
+    """What the task's own checks say of each turn: (B, K), within -1 .. 1, 0 behind the last. No part of the reward.
+
+    info["process"] of a step where the environment has an opinion (a process reward model's p(good) - p(bad), a
+    distance that shrank); else 1 for a call that could be carried out, -1 for one that could not, 0 for neither.
+    """
+    _check_rows(turns, len(numbers), "--process min-form")
+    _check_runs(turns, numbers)
+    width = max(map(len, turns), default=0)
+    calls = {True: 1.0, False: -1.0, None: 0.0}
+    said = [[float(step.info.get("process", calls[step.info.get("tool_call")])) for step in row] for row in turns]
+    return like.new_tensor([row + [0.0] * (width - len(row)) for row in said])
+
+
 def states(turns: Sequence[Sequence[Step]]) -> list[list[str]]:
     """What the policy saw before each action: the last observation; "" for the prompt, which a group shares."""
     return [["", *(step.observation for step in row[:-1])] for row in turns]

@@ -131,6 +131,7 @@ def test_min_form_puts_the_credit_on_the_worst_step():
     assert sharp[0].tolist() == pytest.approx([0, 0.000001, -0.799998], abs=1e-6)
     assert sharp.sum().item() == pytest.approx(-0.799997, abs=1e-6)
     soft = min_form(rewards, on, 1.0)
+    assert (soft / rewards)[0].tolist() == pytest.approx([0.125537, 0.187279, 0.687184], abs=1e-6)
     assert soft[0].tolist() == pytest.approx([0.112983, 0.093640, -0.549747], abs=1e-6)
     assert soft.sum().item() == pytest.approx(-0.343124, abs=1e-6)
     padded = min_form(torch.tensor([[0.9, 0.5, -0.8, -9]]).double(), torch.tensor([[T, T, T, F]]))

@@ -167,6 +167,14 @@ def test_a_resumed_run_does_not_repeat_the_hints_before_its_checkpoint(tmp_path,
     assert "hint" not in capsys.readouterr().out
 
 
+def test_what_a_run_does_on_purpose_is_not_remarked_on(tmp_path, capsys):
+    for name, expected in (("a", ()), ("b", ("ratio_max_deviation",))):
+        logger = MetricsLogger(tmp_path / name, [], total_steps=9, expected=expected)
+        logger.log(1, {"ratio_max_deviation": 0.3, "kl_ref": 11.0})
+        out = capsys.readouterr().out
+        assert ("hint: ratio_max_deviation" in out) == (not expected) and "hint: kl_ref" in out
+
+
 # --- sparkline and page --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("values", "expected"), [

@@ -84,6 +84,12 @@ def top_of_a_rank(score, mask):
     return found
 
 
+def test_scores_that_differ_by_rounding_are_equal():
+    score, on = torch.tensor([[1.0, 0.3, 0.3 + 1e-16 * 3, 0.3 - 1e-16 * 3]]).double(), torch.ones(1, 4).bool()
+    assert top_tokens(score, on, 0.5).tolist() == [[True] * 4]
+    assert top_tokens(score, on, 0.25).tolist() == [[True, False, False, False]]
+
+
 @pytest.mark.dist
 def test_the_batch_is_that_of_all_replicas():
     score, mask = torch.tensor([[5.0, 4, 99], [1, 3, 2]]), torch.tensor([[T, T, F], [T, T, T]])
@@ -97,6 +103,9 @@ def test_delta_tells_the_sides_apart_and_leaves_what_they_share():
     advantages, on = torch.tensor([[1.0], [-1.0]]).double(), torch.ones(2, 2, dtype=torch.bool)
     assert delta_weights(vectors, advantages, on, 0)[0].tolist() == pytest.approx([0.8 + 0.4 * 0.880797, 1.0])
     lam = delta_weights(vectors, advantages, on)
+    alpha = torch.tensor([0.880797, 0.5]).double()  # with these the centroid of the right side is made anew
+    refined = (vectors[0] * alpha[:, None]).sum(0) / alpha.sum()
+    assert refined.tolist() == pytest.approx([1.275781, 0.362110], abs=1e-6)
     assert lam[0].tolist() == pytest.approx([1.152319, 1.0], abs=1e-6) and lam[1].tolist() == lam[0].tolist()
     objective = (lam[0] * torch.tensor([1.0, -1.0])).sum() / lam[0].sum()
     assert objective.item() == pytest.approx(0.070770, abs=1e-6)

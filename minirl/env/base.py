@@ -35,7 +35,8 @@ class Step(NamedTuple):
     info : for evaluation, and for leaving rows out of training (turns.py); never a reward.
            "format" on the last step: an answer could be read from the action, right or wrong. "tool_call" on every step
            of a task with tools: the call in the action could be carried out; None: there was none. "cut" on the last
-           step: it is the last because no turn was left
+           step: it is the last because no turn was left. "process", if there is an opinion on the step itself: from -1,
+           bad, to 1, good, for credit within a row (--process), and never for what the row is paid
     action : what it answers, filled in by `collect`
     """
 

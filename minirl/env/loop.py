@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from minirl.config import UserError
-from minirl.env.base import Env, Example, Step
-from minirl.generate import generate
+from minirl.env.base import Env, Episode, Example, Step
+from minirl.generate import Begun, generate
 from minirl.model import Transformer
 from minirl.parallel.collectives import broadcast_object
 from minirl.parallel.context import gather_rollouts
@@ -31,6 +32,7 @@ from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from minirl.branching import Branching
     from minirl.parallel.mesh import Mesh
 
 
@@ -79,53 +81,132 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
     return env
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a row begins: at its prompt, or in the middle of what has been written of it."""
+
+    example: Example
+    tokens: Sequence[int]  # the prompt, and what stands behind it
+    prompt: int  # tokens of the prompt
+    begin: int  # where the action under way begins
+    turns: Sequence[Step] = ()  # the actions that are over
+    spent: int = 0  # tokens that the policy has sampled: they count towards its limit
+
+
+def at_prompt(tokenizer: Tokenizer, example: Example) -> Start:
+    """A row of which nothing is written yet."""
+    tokens = prompt_tokens(tokenizer, example.prompt)
+    return Start(example, tokens, len(tokens), len(tokens))
+
+
+def within(tokenizer: Tokenizer, example: Example, rollout: Rollout, row: int, at: int) -> Start:
+    """The first `at` tokens of a row of a rollout, which ends within an action, or where one begins."""
+    mask = rollout.action_mask[row].tolist()
+    begins = [s + 1 for s, own in enumerate(mask) if own and not (s and mask[s - 1])] + [int(rollout.lengths[row])]
+    turn = max(k for k, begin in enumerate(begins) if begin <= at)
+    return Start(example, rollout.tokens[row, :at].tolist(), len(prompt_tokens(tokenizer, example.prompt)),
+                 begins[turn], rollout.turns[row][:turn], sum(mask[: at - 1]))
+
+
+def go_back(env: Env, example: Example, turns: Sequence[Step]) -> Episode:
+    """The episode as it was behind some turns: their actions are taken again, so equal ones must have equal effects."""
+    episode = env.reset(example)
+    for step in turns:
+        episode.step(step.action)
+    return episode
+
+
 def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Sequence[Example], group_size: int = 1,
             first_prompt: int = 0, mesh: Mesh | None = None, **sampling) -> Rollout:
     """The policy plays `group_size` episodes of every example.
 
     first_prompt : number of the first example over the whole run; sample ids count from first_prompt * group_size
-    mesh         : all ranks of a replica call this with the same examples, and all get the same rows. The ranks of cp
-                   share the examples; the environment runs on one of those that share the layers and matrices
-    sampling     : passed to `generate` (max_new_tokens, temperature, seed, ...)
+    mesh, sampling : as in `play`
     returns      : a Rollout with rewards (the sum of an episode's rewards), texts and turns
+    """
+    starts = [at_prompt(tokenizer, example) for example in examples for _ in range(group_size)]
+    ids = first_prompt * group_size + torch.arange(len(starts))
+    return play(policy, tokenizer, env, starts, ids, ids // group_size, mesh, **sampling)
+
+
+def play(policy: Transformer, tokenizer: Tokenizer, env: Env, starts: Sequence[Start], ids: Tensor, group: Tensor,
+         mesh: Mesh | None = None, branch: Branching | None = None, **sampling) -> Rollout:
+    """The policy plays one episode from every start.
+
+    ids, group : (N,) int64, the sample id of each row, and the prompt it answers; rows of a prompt stand together
+    mesh       : all ranks of a replica call this with the same starts, and all get the same rows. The ranks of cp
+                 share the prompts; the environment runs on one of those that share the layers and matrices
+    branch     : which rows branch off others, and where
+    sampling   : passed to `generate` (max_new_tokens, temperature, seed, ...)
+    returns    : a Rollout of whole rows with rewards, texts and turns, in which what stood on the tapes is no action
     """
     mesh = mesh or Mesh()
     if mesh.cp > 1:
-        start, end = (len(examples) * (mesh.cp_rank + i) // mesh.cp for i in range(2))
+        _, numbers, counts = group.unique_consecutive(return_inverse=True, return_counts=True)
+        first, end = (len(counts) * (mesh.cp_rank + i) // mesh.cp for i in range(2))
+        mine = ((numbers >= first) & (numbers < end)).nonzero()[:, 0]
         rollout = None
         with gathered(policy):
-            if end > start:
-                rollout = collect(policy, tokenizer, env, examples[start:end], group_size, first_prompt + start,
-                                  replace(mesh, cp=1), **sampling)
+            if len(mine):
+                rollout = play(policy, tokenizer, env, [starts[i] for i in mine.tolist()], ids[mine], group[mine],
+                               replace(mesh, cp=1), branch and branch.of(mine), **sampling)
         return gather_rollouts(rollout, mesh.cp_group).to(mesh.device)
-    prompts = [prompt_tokens(tokenizer, example.prompt) for example in examples]
-    episodes = [env.reset(example) for example in examples for _ in range(group_size)]
-    turns: list[list[Step]] = [[] for _ in episodes]
+    judge = mesh.replica_group.rank == 0
+    turns = [list(start.turns) for start in starts]
+    episodes = [go_back(env, start.example, start.turns if judge else ()) for start in starts]
 
-    threads, acts_here = getattr(env, "threads", 0), mesh.replica_group.rank == 0
+    threads = getattr(env, "threads", 0)
 
     def respond(row: int, action: list[int]) -> list[int] | Callable[[], list[int]]:
         text = tokenizer.decode(action, continued=True)
         act = partial(episodes[row].step, text)
-        if threads and acts_here:
+        if threads and judge:
             act = pool.submit(act).result
 
         def reply() -> list[int]:
-            step = broadcast_object(act()._replace(action=text) if acts_here else None, mesh.replica_group)
+            step = broadcast_object(act()._replace(action=text) if judge else None, mesh.replica_group)
             turns[row].append(step)
             return [] if step.done else tokenizer.encode(step.observation, continued=True)
 
         return reply if threads else reply()
 
+    def forked(parent: int, child: int, over: int) -> None:
+        turns[child] = turns[parent][:over]
+        episodes[child] = go_back(env, starts[child].example, turns[child] if judge else ())
+
+    if branch is not None:
+        branch.forked = forked
+    begun = Begun(ids, [start.begin for start in starts], [start.spent for start in starts])
     with gathered(policy), ThreadPoolExecutor(max(1, threads)) as pool:
-        rollout = generate(policy, prompts, tokenizer, group_size=group_size, first_id=first_prompt * group_size,
-                           stop=env.stop, respond=respond, **sampling)
-    starts = [len(prompt) for prompt in prompts for _ in range(group_size)]
-    texts = [tokenizer.decode(row[start:length], continued=True) for row, start, length
+        rollout = generate(policy, [start.tokens for start in starts], tokenizer, stop=env.stop, respond=respond,
+                           begun=begun, branch=branch, **sampling)
+    texts = [tokenizer.decode(row[start.prompt : length], continued=True) for row, start, length
              in zip(rollout.tokens.tolist(), starts, rollout.lengths.tolist(), strict=True)]
-    rewards = torch.tensor([sum(step.reward for step in row) for row in turns], dtype=torch.float32,
-                           device=rollout.tokens.device)
-    return rollout.replace(rewards=rewards, texts=texts, turns=turns)
+    device = rollout.tokens.device
+    rewards = torch.tensor([sum(step.reward for step in row) for row in turns], dtype=torch.float32, device=device)
+    rollout = rollout.replace(rewards=rewards, texts=texts, turns=turns, sample_ids=ids.to(device),
+                              group=group.to(device))
+    return rollout if branch is None else branch.note_parents(rollout)
+
+
+def imitate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example]) -> Rollout:
+    """The expert's rows as if it were a policy that is sure of all it does: judged, with rewards, texts and turns.
+
+    `old_logprobs` are 0, for nobody knows them; `expert` is True.
+    """
+    rollout, texts, turns = demonstrate(tokenizer, env, examples), [], []
+    for row, example in enumerate(examples):
+        episode, steps = env.reset(example), []
+        for action in example.solution:
+            if not steps or not steps[-1].done:
+                steps.append(episode.step(action)._replace(action=action))
+        turns.append(steps)
+        length = int(rollout.lengths[row])
+        start = len(prompt_tokens(tokenizer, example.prompt))
+        texts.append(tokenizer.decode(rollout.tokens[row, start:length].tolist(), continued=True))
+    yes = torch.ones(len(rollout), dtype=torch.bool)
+    return rollout.replace(old_logprobs=torch.zeros(rollout.action_mask.shape), finished=yes, expert=yes, texts=texts,
+                           rewards=torch.tensor([sum(step.reward for step in row) for row in turns]), turns=turns)
 
 
 def demonstrate(tokenizer: Tokenizer, env: Env, examples: Sequence[Example], first: int = 0) -> Rollout:

@@ -42,9 +42,10 @@ class WalkEpisode:
         """Move, and say where that led."""
         self.left -= 1
         action = action.removesuffix("\n")
-        self.at = move(*self.at, action)
+        before, self.at = self.at, move(*self.at, action)
         there, known = self.at == self.goal, action in MOVES
-        info = {"tool_call": True if known else None}
+        nearer = distance(self.at, self.goal) < distance(before, self.goal)
+        info = {"tool_call": True if known else None, "process": 1.0 if nearer else -1.0}
         if there or not self.left:
             return Step("", float(there), True, info | {"format": known, "cut": not there})
         return Step(f"{self.at[0]}{self.at[1]}\n", 0.0, False, info)

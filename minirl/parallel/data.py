@@ -279,7 +279,7 @@ def reduce_stats(totals: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
 
 
 def share_of(rollout: Rollout, mesh: Mesh) -> Rollout:
-    """This replica's prompts of a rollout, with all their rows."""
-    prompts = rollout.group.unique()
-    mine = mesh.share(len(prompts), "prompts of the replayed rollout")
-    return rollout.rows(torch.isin(rollout.group, prompts[mine.start : mine.stop]).nonzero()[:, 0])
+    """This replica's groups of a rollout, with all their rows: as many as the others have, or one more or less."""
+    groups = rollout.group.unique()
+    first, end = (len(groups) * (mesh.dp_rank + i) // mesh.dp for i in range(2))
+    return rollout.rows(torch.isin(rollout.group, groups[first:end]).nonzero()[:, 0])
