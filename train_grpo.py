@@ -49,6 +49,7 @@ class Config(RLOptions, RecipeOptions, TrainerOptions):
     run_dir: str = "runs/grpo"  # folder of config.json, metrics.jsonl and the checkpoints
     # model
     cold_start_steps: int | None = None  # most SFT updates on an expert before RL, without --init; none: the task's own
+    cold_start_accuracy: float | None = None  # the cold start ends early at this accuracy; none: the task's own
     # task
     rewards: Literal["task", "agentic", "maths", "r1"] = "task"  # what is paid: the task's verdict, or a mixture
     curriculum: int = 0  # problems of difficulty 1, then as many of 2, .. up to --difficulty; 0: all of that at once

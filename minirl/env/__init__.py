@@ -19,8 +19,9 @@ MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown
         "shop": shop, "thought": Thought, "walk": Walk}  # make their own problems
 READ = {"gsm8k": GSM8K, "gsm8k_calc": GSM8KCalc}  # read them from files
 TASKS = (*sorted([*MADE, *READ]),)
-# Long rows of different lengths: fewer of them, and few at a time.
-SMALL = dict(cold_start_steps=250, prompts_per_step=32, microbatch_size=32, eval_problems=200)
+# Long rows of different lengths: fewer of them, and few at a time. The cold start has a fixed length: an imitator who is
+# right in half of the problems may not be sure of anything yet, and sampling finds that out.
+SMALL = dict(cold_start_steps=250, cold_start_accuracy=1.0, prompts_per_step=32, microbatch_size=32, eval_problems=200)
 SIZES = {"calculator": dict(steps=15), "code": dict(steps=30, **SMALL), "countdown": dict(steps=20, **SMALL),
          "lookup": dict(steps=20, **SMALL), "shop": dict(steps=20, **SMALL)}
 
@@ -41,7 +42,8 @@ __all__ = [
 
 def fill_sizes(config) -> None:
     """Called while a config of train_grpo.py is made: what was not given is what the task takes from nothing."""
-    usual = dict(cold_start_steps=1000, prompts_per_step=128, steps=300, microbatch_size=512, eval_problems=500)
+    usual = dict(cold_start_steps=1000, cold_start_accuracy=0.41, prompts_per_step=128, steps=300, microbatch_size=512,
+                 eval_problems=500)
     for name, value in (usual | SIZES.get(config.task, {})).items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
