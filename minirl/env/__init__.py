@@ -19,8 +19,8 @@ MADE = {"addition": Addition, "calculator": Calculator, "code": code, "countdown
         "shop": shop, "thought": Thought, "walk": Walk}  # make their own problems
 READ = {"gsm8k": GSM8K, "gsm8k_calc": GSM8KCalc}  # read them from files
 TASKS = (*sorted([*MADE, *READ]),)
-# Long rows of different lengths: fewer of them, and few at a time. The cold start has a fixed length: an imitator who is
-# right in half of the problems may not be sure of anything yet, and sampling finds that out.
+# Long rows of different lengths: fewer of them, and few at a time. The cold start has a fixed length: who
+# solves half of the problems may not be sure of anything yet, and sampling finds that out.
 SMALL = dict(cold_start_steps=250, cold_start_accuracy=1.0, prompts_per_step=32, microbatch_size=32, eval_problems=200)
 SIZES = {"calculator": dict(steps=15), "code": dict(steps=30, **SMALL), "countdown": dict(steps=20, **SMALL),
          "lookup": dict(steps=20, **SMALL), "shop": dict(steps=20, **SMALL)}
