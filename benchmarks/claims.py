@@ -75,7 +75,7 @@ class Task:
 class Variety(Task):
     """Three letters that say nothing, and eight digits: one is right in 0.4 of the problems, the others in 0.25."""
 
-    name, sft_steps, steps, lr = "variety", 30, 60, 1e-3
+    name, sft_steps, steps, lr = "variety", 30, 50, 1e-3
 
     def make(self, rng: Random) -> Example:
         text = "".join(rng.choices(LETTERS, k=3)) + "="
@@ -90,7 +90,7 @@ class Variety(Task):
 class Groups(Task):
     """Copy the second of three digits; the novice copies any."""
 
-    name, steps = "groups", 40
+    name, steps = "groups", 30
 
     def make(self, rng: Random) -> Example:
         digits = rng.choices(DIGITS, k=3)
@@ -100,7 +100,7 @@ class Groups(Task):
 class Length(Task):
     """Copy a digit, behind as many dots as one likes; the novice likes up to eight, and is wrong one time in five."""
 
-    name, max_new_tokens, sft_steps, steps, lr = "length", 12, 80, 60, 2e-3
+    name, max_new_tokens, sft_steps, steps, lr = "length", 12, 80, 40, 2e-3
 
     def make(self, rng: Random) -> Example:
         digit = rng.choice(DIGITS)
@@ -242,11 +242,15 @@ def main(config: Config) -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def interval(values: list[float]) -> str:
-    """Mean, and how far the 95 % interval of the mean reaches (t distribution of 20 values: 2.09 standard errors)."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} ± {2.09 * statistics.stdev(values) / len(values) ** 0.5:.3f}"
+T95 = (4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.1, 2.09)
+
+
+def interval(values: list[float], digits: int = 3) -> str:
+    """Mean, and how far its 95 % interval reaches (T95: Student's t of 3 .. 20 values); of one or two, themselves."""
+    if len(values) < 3:
+        return ", ".join(f"{value:.{digits}f}" for value in values) or "-"
+    width = T95[min(len(values), 20) - 3] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.{digits}f} ± {width:.{digits}f}"
 
 
 def print_tables(rows: list[dict]) -> None:
@@ -263,8 +267,7 @@ def print_tables(rows: list[dict]) -> None:
             cells = []
             for name in columns:
                 apart = [row[name] - first[seed][name] for seed, row in runs.items() if seed in first]
-                cells += [interval([row[name] for row in runs.values()]) if runs else "-",
-                          interval(apart) if runs is not first and apart else ""]
+                cells += [interval([row[name] for row in runs.values()]), interval(apart) if runs is not first else ""]
             print(f"| {arm} | {len(runs)} | " + " | ".join(cells) + " |")
 
 

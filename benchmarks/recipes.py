@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainers are scripts, not installed
 
-from claims import DIGITS, LETTERS, Task, novice
+from claims import DIGITS, LETTERS, Task, interval, novice
 
 import train_grpo
 from minirl.checkpoint import load_model, save_model
@@ -124,7 +124,7 @@ def measure(config: Config, recipe: str, name: str, flags: dict[str, str], start
 
 
 def print_table(rows: list[dict]) -> None:
-    """Means over the seeds, with 95 % intervals (t distribution)."""
+    """Means over the seeds, with 95 % intervals; of one or two seeds their values."""
     print("| recipe | seeds | steps to 0.9 | seconds to 0.9 | pass@1 | pass@8 | length | entropy | flat |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in dict.fromkeys(row["recipe"] for row in rows):
@@ -137,17 +137,6 @@ def print_table(rows: list[dict]) -> None:
         cells = [interval([row[key] for row in own], digits) for key, digits in
                  (("pass@1", 3), ("pass@8", 3), ("length", 2), ("entropy", 3), ("flat", 2))]
         print(f"| `{name}` | {len(own)} | {when} | {took} | {' | '.join(cells)} |")
-
-
-T95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78}  # standard errors of the mean on each side, by the number of values
-
-
-def interval(values: list[float], digits: int) -> str:
-    """Mean and half the width of its interval; - for none."""
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f}" if values else "-"
-    width = T95.get(len(values), 2.0) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.mean(values):.{digits}f} ± {width:.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def think(policy: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[
     """Answer every prompt, leaving early where a trial is sure.
 
     prompts      : token ids
-    threshold    : of `confidence`; above 1 nobody leaves, and the rows are those of `generate` with temperature 0
+    threshold    : of `confidence`; from 1 on nobody is asked, and the rows are those of `generate` with temperature 0
     wait         : the word at which to try; it is taken back for the trial
     trial, end   : what closes the thought and opens the answer, and what closes that
     trial_tokens : longest answer on trial
@@ -88,7 +88,7 @@ def think(policy: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[
             if paused and len(rows[i]) < min(starts[i] + max_new_tokens, policy.config.context - 1):
                 waiting.append(i)
         cut = {i: without(rows[i], starts[i], wait, tokenizer) for i in waiting}
-        tried = [i for i in waiting if len(cut[i]) + len(ask) < policy.config.context]
+        tried = [i for i in waiting if threshold < 1 and len(cut[i]) + len(ask) < policy.config.context]
         if tried:
             tapes = [cut[i] + ask for i in tried]
             trials = generate(policy, tapes, tokenizer, max_new_tokens=trial_tokens, stop=[end], temperature=0.0)

@@ -162,7 +162,7 @@ def test_a_sure_trial_ends_the_thought_and_a_doubtful_one_is_as_if_it_had_not_be
     doubt = thinking(0.6)
     assert doubt.texts == [WHOLE] and doubt.exited == [False] and doubt.trials == [2 * len(ASK + "3</answer>")]
     never = thinking(0.99, threshold=2.0)
-    assert never.texts == [WHOLE] and never.tokens == [len(WHOLE) + 1]
+    assert never.texts == [WHOLE] and never.tokens == [len(WHOLE) + 1] and never.trials == [0]
     other = thinking(0.6, wait="never said")
     assert other.texts == [WHOLE] and other.trials == [0]
 
