@@ -348,6 +348,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def open_tensors(path: Path) -> safe_open:
+    """A safetensors file to read from. UserError: there is none, or it is broken."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

@@ -156,6 +156,7 @@ class Persona:
     least: int = 1  # of `uses` a turn; more of them pay nothing, and half of a text made of them is stuffing
 
     def turn(self, text: str) -> float:
+        """How well one turn is in character, [0, 1]: 0 for words to avoid, or heaped ones."""
         text = text[:MAX_TEXT].lower()
         words = text.split()
         used = sum(word.lower() in text for word in self.uses)

@@ -146,6 +146,7 @@ def loss_here(model: Transformer, hidden: Tensor, targets: Tensor, microbatch: R
     stats: dict[str, Tensor] = {}
 
     def piece_loss(columns: slice, logprobs: Tensor, ent: Tensor | None) -> Tensor:
+        """The part of the loss that is made in some of the columns, counted from `first`."""
         columns = slice(first + columns.start, first + columns.stop)
         loss, found = loss_fn(Output(logprobs, ent), microbatch.columns(columns))
         for name, value in found.items():
@@ -195,6 +196,7 @@ def rollout_certainty(model: Transformer, rollout: Rollout, microbatch_size: int
     """
     def measure(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None, entropy: bool,
                 cp_group: Group | None, first: int) -> Output:
+        """The certainty, in the place of the log-probs."""
         inputs, positions, documents, targets = shift(tokens, documents, cp_group)
         hidden = model(inputs, positions, documents)
         if not model.has_head:

@@ -112,6 +112,7 @@ class _LoRAProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        """The four gradients of the class's docstring; grad (N, out)."""
         z, low, a, b = ctx.saved_tensors
         grad_low = (b.t() @ grad.t()).mul_(ctx.scale)  # (r, N)
         grad_b = (low @ grad).mul_(ctx.scale).t()

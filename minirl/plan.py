@@ -536,6 +536,7 @@ def ladder(config: ModelConfig, start: Layout, memory_gb: float) -> Iterator[tup
     yield "as asked", now, memory
 
     def steps() -> Iterator[tuple[str, dict]]:
+        """What could be changed next about the layout `now`, the cheapest first."""
         if not now.gradient_checkpointing:
             yield "recompute blocks", {"gradient_checkpointing": True}
         if now.zero == 0 and now.replicas > 1:

@@ -326,7 +326,7 @@ def test_where_only_limits_hold_it_says_so():
     sandbox = Sandbox(seconds=20.0)
     sandbox.__dict__["guards"] = ("limits",)
     with pytest.warns(UserWarning, match="by limits alone: it may read your files and use the network"):
-        sandbox.run("1")
+        assert sandbox.run("print(1)").text == "1\n"
     sandbox.close()
     strong = Sandbox(seconds=20.0)
     if STRONG <= set(strong.guards):

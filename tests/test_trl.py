@@ -79,7 +79,7 @@ def opened(folder: str) -> torch.nn.Module:
     return peft.PeftModel.from_pretrained(opened(base), folder, is_trainable=True)
 
 
-def compare(saved, model: torch.nn.Module, first: str) -> None:
+def assert_same_weights(saved, model: torch.nn.Module, first: str) -> None:
     """What minirl saved beside a trained model of transformers or PEFT; `first` is the folder that both began with."""
     name = "adapter_model.safetensors" if "Peft" in type(model).__name__ else "model.safetensors"
     ours, before = load_file(saved / name), load_file(f"{first}/{name}")
@@ -145,7 +145,7 @@ def test_five_rollouts_of_four_updates_each(recipe, lora, start, adapter, tmp_pa
         datasets.Dataset.from_list([{"prompt": str(i)} for i in range(len(rows) * UPDATES)]),
         processing_class=transformers.AutoTokenizer.from_pretrained(first), rollout_func=same_again)
     trainer.train()
-    compare(tmp_path / f"ours/step_{UPDATES // EPOCHS}", trainer.model, first)
+    assert_same_weights(tmp_path / f"ours/step_{UPDATES // EPOCHS}", trainer.model, first)
 
 
 # ---- SFT ----
@@ -179,7 +179,7 @@ def test_sft_on_prompts_and_completions(lora, start, adapter, tmp_path):
         processing_class=transformers.AutoTokenizer.from_pretrained(first))
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
-    compare(tmp_path / f"ours/step_{UPDATES}", trainer.model, first)
+    assert_same_weights(tmp_path / f"ours/step_{UPDATES}", trainer.model, first)
 
 
 # ---- DPO ----
@@ -202,4 +202,4 @@ def test_dpo_on_pairs(loss, theirs, start, tmp_path):
         processing_class=transformers.AutoTokenizer.from_pretrained(start))
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
-    compare(tmp_path / f"ours/step_{UPDATES}", trainer.model, start)
+    assert_same_weights(tmp_path / f"ours/step_{UPDATES}", trainer.model, start)

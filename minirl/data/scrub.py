@@ -37,6 +37,7 @@ def scrub(value: Any) -> tuple[Any, dict[str, int]]:
     counts = dict.fromkeys(PATTERNS, 0)
 
     def text(found: str) -> str:
+        """Without them. Equal ones get one name, so that who is who can still be told."""
         for kind, pattern in PATTERNS.items():
             def replace(match: re.Match, kind: str = kind) -> str:
                 secret = match.groupdict().get("value") or match[0]
@@ -47,6 +48,7 @@ def scrub(value: Any) -> tuple[Any, dict[str, int]]:
         return found
 
     def walk(inner: Any) -> Any:
+        """Every string of it by `text`."""
         if isinstance(inner, str):
             return text(inner)
         if isinstance(inner, list | tuple):

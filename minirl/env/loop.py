@@ -33,7 +33,6 @@ from minirl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from minirl.branching import Branching
-    from minirl.parallel.mesh import Mesh
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -33,6 +33,7 @@ class Thought:
         self.max_new_tokens = 8 * (difficulty + 1) + 2 * 14 + 40
 
     def make(self, rng: Random) -> Example:
+        """A sum, and how the novice answers it: thinking, or at once and too low."""
         digits = [rng.randint(1, 9) for _ in range(self.difficulty + 2)]
         answer = sum(digits)
         if rng.random() < THINKS:

@@ -213,6 +213,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, causal: bool) -> Te
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, group: Group) -> Tensor:
+        """q (B, H, T, E); k, v travel once around the ring, and each block that is in sight is merged in."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
         half, kv = q.shape[2] // 2, torch.stack((k, v))  # one message
@@ -231,6 +232,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
+        """Around the ring once more: the gradients of k and v travel with them and arrive where they belong."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         half, kv, delta = q.shape[2] // 2, torch.stack((k, v)), (grad.to(lse.dtype) * out).sum(-1)
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)

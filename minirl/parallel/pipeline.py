@@ -197,6 +197,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
     stats: list[dict[str, Tensor]] = []
 
     def run_forward(op: Op, x: Tensor | None) -> Tensor:
+        """x: what the stage before sent; None on the first. Returns what the next stage reads, or the loss."""
         microbatch, number = microbatches[op.microbatch], pipeline.mine[op.chunk]
         inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
         x = None if x is None else x.requires_grad_()
@@ -211,6 +212,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
         return out.detach()
 
     def run_backward(op: Op, grad: Tensor | None) -> Tensor | None:
+        """grad: of what `run_forward` returned; None for the loss. Returns the gradient of x, None without an x."""
         x, out = live.pop((op.microbatch, op.chunk))
         if grad is None or out.requires_grad:  # all up to here may be frozen; but a loss without gradient is an error
             backward(out, op.microbatch == len(microbatches) - 1, grad)

@@ -337,6 +337,7 @@ class Zero(Overlap):
             flat.free()
 
     def before_forward(self, number: int, *_) -> None:
+        """The unit of a block is here, and the next one is asked for."""
         if number == self.current:  # backward is recomputing the block that it is in
             return
         if number == 0 and not self.stays:
@@ -345,6 +346,7 @@ class Zero(Overlap):
         self.prefetch(number + 1)
 
     def after_forward(self, number: int, block: nn.Module, args: tuple, output: Tensor) -> None:
+        """A unit leaves when it has been used, and says where backward will need it again."""
         if number == self.current:
             return
         if number != EMBEDDING:  # which the head may read yet
