@@ -23,7 +23,7 @@ TASKS = (*sorted([*MADE, *READ]),)
 # solves half of the problems may not be sure of anything yet, and sampling finds that out.
 SMALL = dict(cold_start_steps=250, cold_start_accuracy=1.0, prompts_per_step=32, microbatch_size=32, eval_problems=200)
 SIZES = {"calculator": dict(steps=15), "code": dict(steps=30, **SMALL), "countdown": dict(steps=20, **SMALL),
-         "lookup": dict(steps=20, **SMALL), "shop": dict(steps=20, **SMALL)}
+         "lookup": dict(steps=20, **SMALL), "shop": dict(steps=30, **SMALL)}
 
 __all__ = [
     "GSM8K",
