@@ -118,13 +118,14 @@ def test_every_option_has_a_line_of_help_and_help_shows_it_with_its_default(name
 def test_flags_named_in_the_docs_exist():
     commands = [importlib.import_module(".".join(file.relative_to(REPO).with_suffix("").parts))
                 for file in (REPO / "minirl").rglob("*.py") if '__name__ == "__main__"' in file.read_text()]
+    commands.append(importlib.import_module("minirl.terminal"))  # of `python -m minirl.chat`
     known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
              for options in vars(module).values() if dataclasses.is_dataclass(options)
              for field in dataclasses.fields(options)}
     for file in (*(module.__file__ for module in commands), *(REPO / "benchmarks").glob("*.py")):
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(file).read_text()))  # by argparse
     others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",
-              "--master_addr", "--master_port", "--message"}  # of plot, torchrun and chat
+              "--master_addr", "--master_port"}  # of plot and torchrun
     for page in (REPO / "docs").glob("*.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
         assert flags <= known | others, f"{page.name} names {flags - known - others}"

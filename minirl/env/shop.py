@@ -7,7 +7,7 @@ All items are sold or, where one is short, none is. What has been taken by then 
     <give>axe 3</give>\n                         ok
     no
 
-The demonstrations are a novice's, who mostly overlooks an error and says "ok"; some mistype an item, read the error and
+The demonstrations are a novice's, who often overlooks an error and says "ok"; some mistype an item, read the error and
 take it again. The reward compares the whole database with the one that should be there.
 """
 
@@ -22,7 +22,7 @@ from minirl.env.tools import Tool
 ITEMS = ("axe", "saw", "hoe", "cup", "pan", "jar", "mat", "bed", "fan", "key", "map", "pen", "rug", "tap", "urn", "wax")
 STOCKED = 4  # items in the shop of one problem
 SHORT = 0.6  # of the orders cannot be filled
-CARELESS = 0.75  # of the demonstrations of those
+CARELESS = 0.6  # of the demonstrations of those
 SLIPS = 0.1  # of the others begin with a mistyped item
 
 
