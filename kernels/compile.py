@@ -80,6 +80,7 @@ def variants(fn: triton.JITFunction) -> list[dict[str, int]]:
 
 
 def compile_one(fn: triton.JITFunction, dtype: str, target: str, variant: dict[str, int]) -> Resources:
+    """One kernel with the tiles that it has on that GPU, one of its `variants`: what it takes there."""
     of_kernel = triton_linear_kl.tiles_of if fn in (kl_kernel, kl_slope_kernel) else tiles_of
     tiles = of_kernel(DTYPES[dtype], TARGETS[target].backend)
     types, constants, attrs = signature(fn, dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minirl.checkpoint import (
+    check_shapes,
     checked_names,
     generation_config,
     latest_checkpoint,
@@ -97,15 +98,8 @@ def load_adapter(model: Transformer, folder: str | Path) -> Transformer:
         if head is not None and torch.equal(head, tensors[f"{EMBEDDING}.weight"]):  # one matrix under both names
             del tensors[f"{HEAD}.weight"]
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = {
-        "missing": [f"{name} {wanted[name]}" for name in wanted.keys() - found.keys()],
-        "unexpected": [f"{name} {found[name]}" for name in found.keys() - wanted.keys()],
-        "of another shape": [f"{name} {found[name]} instead of {wanted[name]}"
-                             for name in wanted.keys() & found.keys() if wanted[name] != found[name]]}
-    if any(problems.values()):
-        base = config.base_model or "an unnamed model"
-        raise UserError(f"the adapter in {folder}, made for {base}, does not fit this model: " +
-                        "; ".join(f"{what}: {name_some(names)}" for what, names in problems.items() if names))
+    base = config.base_model or "an unnamed model"
+    check_shapes(wanted, found, f"the adapter in {folder}, made for {base}, does not fit this model")
     install(model, plan)
     with torch.no_grad():
         for name, adapter in adapters(model).items():

@@ -234,6 +234,7 @@ def sibling_advantages(rewards: Tensor, rollout: Rollout, **how: Any) -> Tensor:
     pieces: list[dict[int, int]] = [{} for _ in ids]  # of each row: where a piece begins -> its number
 
     def walk(row: int, start: int, where: int) -> float:
+        """The worth of what `row` wrote from token `start` on, with all that branched off it; set number `where`."""
         number = pieces[row][start] = len(worth)
         worth.append(0.0)
         sets.append(where)

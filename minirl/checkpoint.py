@@ -103,8 +103,9 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
                     raise UserError(f"{path} holds {full} twice, under {found[full][1]} and {name}")
                 found[full] = path, name, tuple(file.get_slice(name).get_shape())
     head = found.pop("lm_head.weight", None) if model.tied else None
-    _check_shapes({name: stored.shape for name, stored in layout.items()},
-                  {name: shape for name, (_, _, shape) in found.items()}, folder)
+    check_shapes({name: stored.shape for name, stored in layout.items()},
+                 {name: shape for name, (_, _, shape) in found.items()},
+                 f"the tensors in {folder} do not fit its config.json")
 
     state = {}
     for full, (path, name, _) in found.items():
@@ -389,14 +390,15 @@ def checked_names(file: safe_open, path: Path, promised: set[str] | None, consta
     return names
 
 
-def _check_shapes(wanted: dict[str, tuple], found: dict[str, tuple], folder: Path) -> None:
+def check_shapes(wanted: dict[str, tuple], found: dict[str, tuple], complaint: str) -> None:
+    """UserError, which begins with the complaint, unless tensors of these names and shapes are what is wanted."""
     problems = {
         "missing": [f"{name} {wanted[name]}" for name in wanted.keys() - found.keys()],
         "unexpected": [f"{name} {found[name]}" for name in found.keys() - wanted.keys()],
         "of another shape": [f"{name} {found[name]} instead of {wanted[name]}"
                              for name in wanted.keys() & found.keys() if wanted[name] != found[name]]}
     if any(problems.values()):
-        raise UserError(f"the tensors in {folder} do not fit its config.json: " +
+        raise UserError(f"{complaint}: " +
                         "; ".join(f"{what}: {name_some(names)}" for what, names in problems.items() if names))
 
 

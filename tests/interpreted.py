@@ -51,7 +51,7 @@ def both(hidden, weight, bias, targets, upstream=None, **options):
     return found
 
 
-def check(pair, dtype=torch.float32):
+def assert_alike(pair, dtype=torch.float32):
     rtol, atol = CLOSE[dtype]
     for ours, theirs in zip(*pair):
         assert_close(ours, theirs, rtol=rtol, atol=atol * max(1.0, theirs.abs().max().item()))
@@ -65,7 +65,7 @@ def test_values_and_gradients(monkeypatch, rows, vocab, dtype):
         monkeypatch.setattr(triton_module, "GRAD_LOGITS", 9000)
     hidden, weight, bias, targets = problem(rows, vocab, dtype, tile=2048 if vocab > 1000 else 64)
     before = [x.detach().clone() for x in (hidden, weight, bias, targets)]
-    check(both(hidden, weight, bias, targets, temperature=2.0 if rows == 3 else 0.7, entropy=True), dtype)
+    assert_alike(both(hidden, weight, bias, targets, temperature=2.0 if rows == 3 else 0.7, entropy=True), dtype)
     assert_close([x.detach() for x in (hidden, weight, bias, targets)], before, rtol=0, atol=0)
 
 
@@ -75,7 +75,7 @@ def test_a_vocabulary_of_151936_with_the_tiles_of_a_gpu(monkeypatch, dtype):
     monkeypatch.setattr(triton_module, "PROGRAMS", 4)
     monkeypatch.setattr(triton_module, "tiles_of", lambda *_: triton_module.Tiles(16, 4096, 32, 8, 1))
     hidden, weight, _, targets = problem(3, 151936, dtype, size=8, tile=4096)
-    check(both(hidden, weight, None, targets, entropy=True), dtype)
+    assert_alike(both(hidden, weight, None, targets, entropy=True), dtype)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 2.0])
@@ -83,8 +83,9 @@ def test_a_vocabulary_of_151936_with_the_tiles_of_a_gpu(monkeypatch, dtype):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_options(temperature, softcap, entropy):
     hidden, weight, bias, targets = problem(5, 130, scale=0.5)
-    check(both(hidden, weight, bias, targets, temperature=temperature, softcap=softcap, entropy=entropy))
-    check(both(hidden, weight.detach(), None, targets, temperature=temperature, softcap=softcap, entropy=entropy))
+    options = dict(temperature=temperature, softcap=softcap, entropy=entropy)
+    assert_alike(both(hidden, weight, bias, targets, **options))
+    assert_alike(both(hidden, weight.detach(), None, targets, **options))
 
 
 def test_extreme_logits():
@@ -109,7 +110,7 @@ def test_a_soft_cap_of_extreme_logits():
     """The cap of 1e4 is the cap, of -inf its negative, and no exponential on the way is too large."""
     bias = torch.tensor([1e4, -1e4, math.inf, -math.inf, 0.0, 3.0])
     hidden, weight = torch.zeros(6, 4, requires_grad=True), torch.zeros(6, 4, requires_grad=True)
-    check(both(hidden, weight, bias, torch.arange(6), softcap=5.0, temperature=0.1, entropy=True))
+    assert_alike(both(hidden, weight, bias, torch.arange(6), softcap=5.0, temperature=0.1, entropy=True))
     logprobs = linear_logprob(hidden, weight, torch.arange(6), bias=bias, softcap=5.0, impl="triton").tolist()
     assert logprobs[0] == logprobs[2] and logprobs[1] == logprobs[3] == pytest.approx(logprobs[0] - 10)
 
@@ -119,7 +120,7 @@ def test_masked_rows_get_no_gradient_and_upstream_gradients_count():
     keep = torch.tensor([1.0, 0.0, -2.0, 0.0, 0.5, 1.0])
     ours, theirs = both(hidden, weight, bias, targets, [keep, torch.zeros(6)])
     assert ours[2][keep == 0].count_nonzero() == 0
-    check((ours, theirs))
+    assert_alike((ours, theirs))
     assert all(g.count_nonzero() == 0 for g in both(hidden, weight, bias, targets, [keep * 0, keep * 0])[0][2:])
     out = linear_logprob(hidden, weight, targets, impl="triton")
     twice = [torch.autograd.grad((out * keep).sum(), weight, retain_graph=True)[0] for _ in range(2)]
@@ -134,10 +135,10 @@ def test_strides_shapes_and_no_rows():
     assert not any(x.is_contiguous() for x in strided)
     assert_close(linear_logprob(*strided, bias=bias, impl="triton"), want)
     upstream = torch.randn(12, generator=torch.Generator().manual_seed(0))[::2]
-    check(both(*strided[:2], bias.repeat_interleave(2)[::2], strided[2], [upstream, upstream, upstream], entropy=True))
+    assert_alike(both(*strided[:2], bias.repeat_interleave(2)[::2], strided[2], [upstream] * 3, entropy=True))
     inputs = *strided[:2], hidden[:, :9].T.contiguous().T, weight[:, :9].T.contiguous().T
     biases = {"bias": bias.repeat_interleave(2)[::2], "ref_bias": bias[:1].expand(70)}
-    check([[linear_kl(*inputs, impl=impl, **biases)] for impl in ("triton", "torch")])
+    assert_alike([[linear_kl(*inputs, impl=impl, **biases)] for impl in ("triton", "torch")])
     folded = linear_logprob(hidden.view(2, 3, -1), weight, targets.view(2, 3), bias=bias, impl="triton")
     assert_close(folded, want.view(2, 3))
     none = linear_logprob(hidden[:0], weight, targets[:0], impl="triton")
@@ -154,8 +155,8 @@ def test_rows_beyond_2_to_the_31():
     hidden = room.as_strided((3, 8), (stride, 1))
     _, weight, _, targets = problem(3, 20, torch.float16, size=8)
     hidden.copy_(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
-    check(both(hidden, weight, None, targets), torch.float16)
-    check(both(weight[:3].detach(), hidden.requires_grad_(), None, targets % 3), torch.float16)  # or of the weight
+    assert_alike(both(hidden, weight, None, targets), torch.float16)  # of the hidden states, then of the weight
+    assert_alike(both(weight[:3].detach(), hidden.requires_grad_(), None, targets % 3), torch.float16)
 
 
 def test_a_target_of_another_shard_is_never_an_offset():
@@ -198,7 +199,7 @@ def test_kl(rows, vocab, dtype, kind):
         for impl in ("triton", "torch"):
             out = linear_kl(*own[:2], *ref[:2], kind, 0.7, softcap, bias=own[2], ref_bias=ref[2], impl=impl)
             found.append((out, *torch.autograd.grad((out * torch.arange(1.0, rows + 1)).sum(), own)))
-        check(found, dtype)
+        assert_alike(found, dtype)
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "js"])

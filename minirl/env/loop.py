@@ -157,6 +157,7 @@ def play(policy: Transformer, tokenizer: Tokenizer, env: Env, starts: Sequence[S
     threads = getattr(env, "threads", 0)
 
     def respond(row: int, action: list[int]) -> list[int] | Callable[[], list[int]]:
+        """The environment acts, in a thread where it has some; what the row reads then, or what will give it."""
         text = tokenizer.decode(action, continued=True)
         act = partial(episodes[row].step, text)
         if threads and judge:
