@@ -12,7 +12,8 @@ distillation, "js" (Jensen-Shannon) is symmetric and at most log 2. q gets no gr
 
 Two passes over tiles of tokens x words: the normalisers of both, then the sum. In one pass, the sum of p (z - y) would
 have to be corrected by lse_q - lse_p, and of a KL of 1e-6 between logits near 20 nothing would be right. Six products
-of 2 N D V operations forward and backward for two heads, and never more than a few tiles alive.
+of 2 N D V operations forward and backward for two heads, and never more than a few tiles alive. At 2,048 tokens,
+D = 896, V = 151,936: 3.3 TFLOP, 4.2 ms of an H200 (790 TFLOP/s); `triton_linear_kl.py` has what a GPU moves.
 """
 
 from __future__ import annotations

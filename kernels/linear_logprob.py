@@ -28,7 +28,8 @@ Backward makes each tile of logits again, which is one more product than autogra
     head_loss     3                          HEAD_LOGITS, 64 MB; the loss must be known (`head_loss.py`)
 
 Bytes: weight and its gradient pass once for each CHUNK_ROWS tokens, hidden and its gradient once for each CHUNK_WORDS
-words. At 2,048 tokens, D = 896 and V = 151,936 that is 4.4 GB beside 2.2 TFLOP: products decide, on any machine.
+words. At 2,048 tokens, D = 896 and V = 151,936 that is 4.4 GB beside 2.2 TFLOP: products decide, on any machine
+(on an H200 1.0 ms by bytes at 4.3 TB/s, 2.8 ms by products at 790 TFLOP/s).
 
 This is the plain torch reference; `triton_linear_logprob.py` does the same on a GPU. Left out: an ignored label (a mask
 is applied to the result; a padded position has a valid token id like any other).

@@ -7,6 +7,7 @@ bfloat16 as its raw 16 bits and multiplies these, so bfloat16 is loaded here, an
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kernels import triton_linear_kl as kl_module
 from kernels import triton_linear_logprob as triton_module
 from kernels.linear_logprob import Head
 
-SIZES = (1, 1), (3, 2), (64, 127), (3, 512), (64, 1000), (3, 32003)  # rows, words
+SIZES = [*product((1, 3, 64), (1, 2, 127, 512, 1000, 32003))]  # rows, words
 # Both round a float16 or bfloat16 gradient at the end, of which the smallest have no relative error.
 CLOSE = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 1.6e-2)}
 
