@@ -34,10 +34,11 @@ from minirl.logprobs import Output, rollout_logprobs
 from minirl.losses import aggregate, loss_total, policy_stats, prompt_tokens
 from minirl.metrics import MetricsLogger
 from minirl.monitor import Monitor
+from minirl.objective import by_token, leave_out, look_again, make_advantages, recipe_loss, weigh
 from minirl.optim import lr_at
 from minirl.options import RLOptions, TrainerOptions, check_rl, make_mesh
 from minirl.parallel import StopSignal, close_mesh, pick_dtype
-from minirl.recipes import RecipeOptions, by_token, fill_in, leave_out, look_again, make_advantages, recipe_loss, weigh
+from minirl.recipes import RecipeOptions, fill_in
 from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
 from train_sft import cold_start

@@ -30,9 +30,10 @@ from minirl.env.rounds import collect_step, disturb
 from minirl.evaluate import rollout_metrics
 from minirl.losses import aggregate, loss_total, prompt_tokens, sft_loss
 from minirl.model import ModelConfig, Transformer
+from minirl.objective import by_token, leave_out, look_again, make_advantages, recipe_loss, weigh
 from minirl.optim import adamw, clip_gradients
 from minirl.parallel import forward_backward, init_mesh
-from minirl.recipes import RecipeOptions, by_token, fill_in, leave_out, look_again, make_advantages, recipe_loss, weigh
+from minirl.recipes import RecipeOptions, fill_in
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
 

@@ -33,7 +33,8 @@ from kernels import all_logprobs
 from minirl.config import UserError, run
 from minirl.env.base import Step
 from minirl.losses import aggregate, loss_total, prompt_tokens
-from minirl.recipes import RECIPES, RecipeOptions, fill_in, leave_out, make_advantages, recipe_loss, weigh
+from minirl.objective import leave_out, make_advantages, recipe_loss, weigh
+from minirl.recipes import RECIPES, RecipeOptions, fill_in
 from minirl.rollout import Rollout
 
 A, B, END = range(3)

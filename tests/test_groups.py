@@ -18,8 +18,9 @@ from minirl.env.loop import collect, imitate, play, within
 from minirl.env.rounds import Collector
 from minirl.evaluate import rollout_metrics
 from minirl.logprobs import rollout_logprobs
+from minirl.objective import look_again, make_advantages, recipe_loss
 from minirl.parallel import Mesh, close_mesh, init_mesh
-from minirl.recipes import RecipeOptions, fill_in, look_again, make_advantages, recipe_loss
+from minirl.recipes import RecipeOptions, fill_in
 from minirl.retry import first_number, locate, thoughts
 
 POLICY = random_policy(VOCAB)

@@ -17,9 +17,10 @@ from minirl.env.posing import Curriculum, TwoWordings, pose
 from minirl.label_free import final_answer, majority, pseudo_rewards
 from minirl.logprobs import rollout_certainty, token_logprobs
 from minirl.metrics import read_metrics
+from minirl.objective import look_again, make_advantages, rewards_of
 from minirl.parallel import init_mesh
 from minirl.parallel.layout import parallelize
-from minirl.recipes import RecipeOptions, fill_in, look_again, make_advantages, rewards_of
+from minirl.recipes import RecipeOptions, fill_in
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
 

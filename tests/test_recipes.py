@@ -22,20 +22,8 @@ from minirl.env.base import SingleTurn, Step
 from minirl.gae import whiten
 from minirl.losses import aggregate, prompt_tokens
 from minirl.metrics import read_metrics
-from minirl.recipes import (
-    COLUMNS,
-    RECIPES,
-    TABLE,
-    RecipeOptions,
-    by_token,
-    document,
-    fill_in,
-    leave_out,
-    make_advantages,
-    recipe_loss,
-    rewards_of,
-    weigh,
-)
+from minirl.objective import by_token, leave_out, make_advantages, recipe_loss, rewards_of, weigh
+from minirl.recipes import COLUMNS, RECIPES, TABLE, RecipeOptions, document, fill_in
 from minirl.rollout import Rollout
 
 REPO = Path(__file__).resolve().parents[1]

@@ -8,7 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from minirl.config import UserError
-from minirl.recipes import RecipeOptions, fill_in, make_advantages
+from minirl.objective import make_advantages
+from minirl.recipes import RecipeOptions, fill_in
 from minirl.rollout import Rollout
 from minirl.tsallis import Config, garl_loss, main, steps_to_succeed, tsallis_log
 
