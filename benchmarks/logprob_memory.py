@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from kernels import head_loss, linear_logprob
+from minirl.costs import Layout, rank_memory
 from minirl.logprobs import Output
 from minirl.losses import aggregate, clipped_surrogate
 from minirl.model import ModelConfig, Transformer
 from minirl.parallel import forward_backward, init_mesh
-from minirl.plan import Layout, rank_memory
 from minirl.rollout import Rollout
 
 

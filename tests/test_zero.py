@@ -14,6 +14,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import minirl.parallel.zero as zero_module
 from minirl.config import UserError
+from minirl.costs import held
 from minirl.generate import generate
 from minirl.logprobs import token_logprobs
 from minirl.lora import add_lora
@@ -24,7 +25,6 @@ from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.collectives import gather_objects
 from minirl.parallel.placement import Placement, mark
 from minirl.parallel.zero import Layout, gathered, layout_of, shard
-from minirl.plan import held
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
 

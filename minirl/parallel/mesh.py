@@ -45,7 +45,7 @@ class Ledger:
     """What was communicated: (operation, name of the group) -> number of calls, and bytes of the tensors.
 
     Bytes are those of the whole tensor that an operation is about: the input of an all-reduce or a reduce-scatter, the
-    result of an all-gather, what one rank sends otherwise. `plan.py` turns them into bytes on the wire.
+    result of an all-gather, what one rank sends otherwise. `costs.py` turns them into bytes on the wire.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
