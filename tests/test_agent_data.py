@@ -279,11 +279,17 @@ def function(kind, required=True, **more):
     ("string", ["a_b-c/d.e*f^g"], "abcdefg", True), ("string", ["ab"], "a b c", False), ("string", ["a"], 5, False),
     ("array", [["Ab", "C"]], ["ab", "c"], True), ("array", [["a", "b"]], ["b", "a"], False),
     ("array", [["a"], ["b"]], ["b"], True), ("array", [["a"]], "a", False), ("array", [[]], [], True),
-    ("tuple", [[1, 2]], [1, 2], True), ("any", ["x", 5], 5, True),
+    ("tuple", [[1, 2]], [1, 2], True), ("tuple", [[1, 2]], (1, 2), True), ("array", [[1, 2]], (1, 2), False),
+    ("any", ["Ab"], "a b", True), ("any", [5], 5, True), ("any", [5], 5.0, False), ("any", ["x", 5], 5, False),
     ("dict", [{"min": [1], "max": [2, ""]}], {"min": 1}, True), ("dict", [{"min": [1], "max": [2]}], {"min": 1}, False),
     ("dict", [{"min": [1]}], {"min": 1, "x": 2}, False), ("dict", [{"a": ["Q w"]}], {"a": "qw"}, True),
     ("dict", [{"on": [True]}], {"on": 1}, False), ("array", [[{"a": [1, 2]}]], [{"a": 2}], True),
+    ("dict", [{"a": [["Q w"]]}], {"a": ["Q w"]}, True), ("dict", [{"a": [["Q w"]]}], {"a": ["qw"]}, False),
+    ("dict", [{"a": [{"b": [1, 2]}]}], {"a": {"b": [1, 2]}}, True),
+    ("dict", [{"a": [{"b": [1, 2]}]}], {"a": {"b": 1}}, False),
+    ("array", [[["Q w"]]], [["Q w"]], True), ("array", [[["Q w"]]], [["qw"]], False),
     ("integer", ["size_of_it"], "size_of_it", True), ("integer", ["size_of_it"], 5, False),
+    ("integer", ["size_of_it"], "Size_of_it", False), ("string", [5, "Five"], "five", False),
 ])
 def test_values_by_hand(kind, accepted, value, right):
     assert ast_score([{"name": "f", "arguments": {"x": value}}], function(kind), [{"f": {"x": accepted}}]) == right
@@ -293,12 +299,34 @@ def test_items_optional_arguments_and_irrelevance_by_hand():
     numbers = function("array", items={"type": "integer"})
     assert ast_score([{"name": "f", "arguments": {"x": [1, 2]}}], numbers, [{"f": {"x": [[1, 2]]}}])
     assert not ast_score([{"name": "f", "arguments": {"x": [1.0, 2]}}], numbers, [{"f": {"x": [[1, 2]]}}])
+    assert not ast_score([{"name": "f", "arguments": {"x": [True, 2]}}], numbers, [{"f": {"x": [[1, 2], ""]}}])
     optional, may = function("integer", required=False), [{"f": {"x": [5, ""]}}]
     assert ast_score([{"name": "f", "arguments": {}}], optional, may)
     assert ast_score([{"name": "f", "arguments": {"x": 5}}], optional, may)
     assert not ast_score([{"name": "f", "arguments": {"x": 6}}], optional, may)
     assert not ast_score([{"name": "f", "arguments": {}}], optional, [{"f": {"x": [5]}}])
     assert ast_score([], optional, []) and not ast_score([{"name": "f", "arguments": {}}], optional, [])
+
+
+@pytest.mark.parametrize(("item", "accepted", "value", "right"), [
+    ("float", [[1.0, 2.0]], [1.0, 2.0], True), ("float", [[1.0, 2.0]], [1, 2.0], False),  # whole numbers are no floats
+    ("float", [[1, 2.5]], [1, 2.5], True), ("float", [[1, 2.5]], [1.0, 2.5], True),  # unless the first of the answer is
+    ("float", [[0.5, 2], [1, 2]], [1, 2], True), ("float", [[0.5, 2]], [0.5, 2], False),
+    ("float", [[1.0, 2.0], ""], [1, 2], True), ("float", [[1.0], ""], [], True), ("float", [[1.0]], [], False),
+    ("integer", [[1]], [1.0], False), ("integer", [["n", 1]], ["n", 1], True), ("string", [["n"]], [1], False),
+    ("dict", [[{"a": ["Q w"], "b": [1, ""]}]], [{"a": "qw"}], True),
+    ("dict", [[{"a": [1]}, {"a": [2]}]], [{"a": 2}, {"a": 1}], False),
+])
+def test_items_of_a_list_by_hand(item, accepted, value, right):
+    functions = function("array", items={"type": item})
+    assert ast_score([{"name": "f", "arguments": {"x": value}}], functions, [{"f": {"x": accepted}}]) == right
+
+
+def test_a_list_of_floats_is_written_so_that_it_passes_its_own_check():
+    row = {"id": "simple_0", "question": [[{"role": "user", "content": "go"}]],
+           "function": function("array", items={"type": "float"})}
+    call = convert_bfcl(row, {"simple_0": [{"f": {"x": [[0.5, 2]]}}]})["messages"][-1]["tool_calls"][0]["function"]
+    assert repr(call["arguments"]) == "{'x': [0.5, 2.0]}"
 
 
 def test_parallel_calls_are_matched_and_not_grabbed():
@@ -313,7 +341,8 @@ def test_calls_written_as_python():
     assert parse_python_calls("[math.hypot(x=4, y=-5.5), f()]") == [
         {"name": "math.hypot", "arguments": {"x": 4, "y": -5.5}}, {"name": "f", "arguments": {}}]
     assert parse_python_calls("f(a=[1, 'x', (True, None)], b={'k': name})") == [
-        {"name": "f", "arguments": {"a": [1, "x", [True, None]], "b": {"k": "name"}}}]
+        {"name": "f", "arguments": {"a": [1, "x", (True, None)], "b": {"k": "name"}}}]
+    assert parse_python_calls("f(a=(1, [(2,)]))", tuples=False) == [{"name": "f", "arguments": {"a": [1, [[2]]]}}]
     for text in ("", "f", "f(1)", "f(**x)", "f(a=1)(b=2)", "f(a=open('x'))", "f(a=1e999)", "x = f()", "f(a={1: 2})",
                  "f(a=1, a=2)", "(" * 5000, "f(a=" + "-" * 10000 + "1)", "f(a=b'x')", "\0", "f(a=1)\nf()"):
         with pytest.raises(RowError):

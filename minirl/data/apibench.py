@@ -50,7 +50,7 @@ def _try(row: dict[str, Any] | UserError) -> tuple[str, dict[str, Any]] | UserEr
                 raise RowError(f"no {key}", f"{key} is {row.get(key)!r:.60}, not a text")
         names = POSITIONAL | {name: ("pretrained_model_name_or_path",)
                               for name in re.findall(r"^\s*([\w.]+\.from_pretrained)\(", row["api_call"])}
-        calls = parse_python_calls(row["api_call"], names, variables=False)
+        calls = parse_python_calls(row["api_call"], names, variables=False, tuples=False)
         if len(calls) != 1:
             raise RowError("not a call", f"api_call has {len(calls)} calls")
         return read_instruction(row["code"]), calls[0]

@@ -12,11 +12,19 @@ multiple, parallel, parallel_multiple, irrelevance and their live_ versions; gor
     which function  the name is the same, every required argument is there, and none that the answer does not list
     types           as the function declares them: a whole number is a float too, but 4.0 is no integer and True is
                     neither. An answer of another type than declared names a variable: the value must be of its type
+                    and equal to it to the letter
     strings         upper case, spaces and the marks , . / - _ * ^ do not count, and ' is the same as "
-    lists           as a whole, in their order, one of the accepted ones; strings in them by the rule above
-    objects         every key by its own list of accepted values
+    lists           as a whole, in their order, one of the accepted ones; strings in them by the rule above. Items have
+                    the declared type or that of the answer's first item: 2 is no float in a list. Where the argument
+                    may be left out items may have any type, and the list may be empty
+    tuples          as lists; but where Python's brackets are read, (1, 2) is no list
+    objects         every key by its own list of accepted values, strings by the rule above; so in a list of objects
+    deeper          what lies in a list in a list, or in an object's value, is as in the answer to the letter
     several calls   in any order, each answer by a call of its own, and no call over
     irrelevance     no call at all
+
+Scores are those of bfcl_eval's checker but for two things: True is 1 nowhere here, and several calls are given to the
+answers so that as many as possible fit, where the leaderboard takes the first that does.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minirl.data.trajectories import RowError
@@ -33,7 +41,7 @@ NO_CALL = "None of the functions I have can answer this."  # our words: an irrel
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None} | {
     name: name for name in ("object", "number", "array", "integer", "string", "boolean", "null")}
 PYTHON = {"string": str, "integer": int, "float": float, "number": float, "boolean": bool, "array": list,
-          "tuple": list, "dict": dict, "object": dict}
+          "tuple": list, "dict": dict, "object": dict, "any": str}
 
 # ------------------------------------------------------------------ rows to conversations
 
@@ -125,10 +133,12 @@ def _first_call(answer: tuple[str, dict[str, list]], functions: list[dict[str, A
 def _plain(value: Any) -> Any:
     """An accepted value with the first choice made inside it: {"min": [3], "max": [4]} is {"min": 3, "max": 4}."""
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        exact = value and type(value[0]) is float  # then the check wants floats throughout
+        return [float(inner) if exact and type(inner) is int else _plain(inner) if isinstance(inner, dict) else inner
+                for inner in value]
     if not _has_choices(value):
         return value
-    return {key: _plain(next((inner for inner in inners if inner != ""), "")) for key, inners in value.items()
+    return {key: next((inner for inner in inners if inner != ""), "") for key, inners in value.items()
             if "" not in inners}
 
 
@@ -206,48 +216,71 @@ def call_error(call: dict[str, Any], answer: tuple[str, dict[str, list]],
 
 def _value_error(value: Any, accepted: list, schema: Any) -> str | None:
     schema = schema if isinstance(schema, dict) else {}
-    kind = PYTHON.get(schema.get("type"))
-    sample = next((choice for choice in accepted if choice != ""), None)
-    if kind and not _of_type(value, kind) and not (sample is not None and not _of_type(sample, kind)
-                                                  and type(value) is type(sample)):
-        return f"is {value!r:.60}, not of type {schema['type']}"
-    item = PYTHON.get((schema.get("items") or {}).get("type")) if isinstance(value, list) else None
-    if item and isinstance(sample, list):
-        variable = bool(sample) and not _of_type(sample[0], item)
-        for inner in value:
-            if not _of_type(inner, item) and not (variable and type(inner) is type(sample[0])):
-                return f"holds {inner!r:.60}, not of type {schema['items']['type']}"
-    if any(same_value(value, choice, choices=True) for choice in accepted):
+    kind = PYTHON.get(schema.get("type", "any"))
+    if schema.get("type") == "tuple" and isinstance(value, tuple):
+        value = [*value]
+    if kind is float and type(value) is int:
+        value = float(value)
+    sample = next((type(choice) for choice in accepted if choice != ""), None)
+    if kind and type(value) not in (kind, sample):
+        return f"is {value!r:.60}, not of type {schema.get('type', 'string')}"
+    items = schema.get("items") if isinstance(schema.get("items"), dict) else {}
+    item = PYTHON.get(items.get("type")) if type(value) is kind is list else None
+    if item and not any(_items_fit(value, choice, item) for choice in accepted):
+        return f"holds in {value!r:.60} what is not of type {items['type']}"
+    variable = kind and sample not in (kind, None)
+    if any(_equal(value, choice) if variable else _fits(value, choice) for choice in accepted):
         return None
     return f"is {value!r:.60}, none of {accepted!r:.100}"
 
 
-def _of_type(value: Any, kind: type) -> bool:
-    if isinstance(value, tuple):
-        value = [*value]
-    return type(value) is kind or (kind is float and type(value) is int)
+def _items_fit(value: list, choice: Any, kind: type) -> bool:
+    """Are all items of the declared type, or of that of the answer's first item? "" asks nothing of them."""
+    first = next((type(inner) for inner in choice if inner != ""), kind) if isinstance(choice, list) else None
+    return first is None or all(type(inner) in (kind, first) for inner in value)
 
 
-def same_value(value: Any, wanted: Any, choices: bool = False) -> bool:
-    """Is a value the wanted one? Strings by the rule above, numbers by value, but True is not 1.
+def _fits(value: Any, choice: Any) -> bool:
+    """Is a value the accepted one? Objects have a list of accepted values for each key."""
+    if isinstance(value, list) and choice == "":
+        return not value
+    if isinstance(value, list) and isinstance(choice, list):
+        return len(value) == len(choice) and all(
+            _object_fits(a, b) if isinstance(a, dict) else _shallow(a, b) for a, b in zip(value, choice, strict=True))
+    return _object_fits(value, choice) if isinstance(value, dict) else _shallow(value, choice)
 
-    choices : in an object of lists, each list holds the accepted values of its key
-    """
-    if isinstance(value, str) and isinstance(wanted, str):
-        return _standard(value) == _standard(wanted)
-    if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
-        return len(value) == len(wanted) and all(same_value(a, b, choices) for a, b in zip(value, wanted, strict=True))
-    if not isinstance(value, dict) or not isinstance(wanted, dict):
-        return isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
-    if choices and _has_choices(wanted):
-        return (all(key in wanted and any(same_value(inner, one, choices) for one in wanted[key])
-                    for key, inner in value.items())
-                and all(key in value or "" in inners for key, inners in wanted.items()))
-    return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key], choices) for key in value)
+
+def _object_fits(value: dict[str, Any], choice: Any) -> bool:
+    if not _has_choices(choice):
+        return _equal(value, choice)
+    return (all(key in choice and any(_shallow(inner, one) for one in choice[key]) for key, inner in value.items())
+            and all(key in value or "" in inners for key, inners in choice.items()))
 
 
 def _standard(text: str) -> str:
     return re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')
+
+
+def _shallow(value: Any, wanted: Any) -> bool:
+    if isinstance(value, str) and isinstance(wanted, str):
+        return _standard(value) == _standard(wanted)
+    return _equal(value, wanted)
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    return same_value(value, wanted, strings=str)
+
+
+def same_value(value: Any, wanted: Any, strings: Callable[[str], str] = _standard) -> bool:
+    """Do two arguments say the same, however deep? Numbers by value, but True is not 1; strings as `strings` has them,
+    without another function by the rule above."""
+    if isinstance(value, str) and isinstance(wanted, str):
+        return strings(value) == strings(wanted)
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(same_value(a, b, strings) for a, b in zip(value, wanted, strict=True))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key], strings) for key in value)
+    return isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
 
 
 # ------------------------------------------------------------------ calls written as Python
@@ -257,13 +290,14 @@ MAX_CALLS = 20_000  # characters: Python's parser needs memory in proportion, an
 
 
 def parse_python_calls(text: str, positional: Mapping[str, Sequence[str]] | None = None,
-                       variables: bool = True) -> list[dict[str, Any]]:
+                       variables: bool = True, tuples: bool = True) -> list[dict[str, Any]]:
     """Calls written as Python, "[math.hypot(x=4, y=5), f()]" or one alone: [{"name": ..., "arguments": {...}}].
 
     Read with `ast`, never run. `RowError`: anything but calls with literal arguments.
 
     positional : names of the first arguments of a function, where a call may give them without
     variables  : a bare name as an argument is given as its text
+    tuples     : (1, 2) stays a tuple, which the check tells from a list; else it becomes one, as in JSON
     """
     if len(text) > MAX_CALLS:
         raise RowError("not a call", f"{len(text)} characters are too long for calls")
@@ -272,14 +306,14 @@ def parse_python_calls(text: str, positional: Mapping[str, Sequence[str]] | None
             warnings.simplefilter("ignore")  # of the parser, about odd literals
             body = ast.parse(text.strip(), mode="eval").body
         nodes = body.elts if isinstance(body, ast.List) else [body]
-        return [_python_call(node, positional or {}, variables) for node in nodes]
+        return [_python_call(node, positional or {}, variables, tuples) for node in nodes]
     except RowError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise RowError("not a call", f"{text!r:.80} cannot be read as calls of Python") from None
 
 
-def _python_call(node: ast.expr, positional: Mapping[str, Sequence[str]], variables: bool) -> dict[str, Any]:
+def _python_call(node: ast.expr, positional: Mapping[str, Sequence[str]], *kept: bool) -> dict[str, Any]:
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
         raise RowError("not a call", f"{ast.unparse(node)!r:.80} is not the call of a function by its name")
@@ -289,18 +323,20 @@ def _python_call(node: ast.expr, positional: Mapping[str, Sequence[str]], variab
     if len(set(names)) < len(names):
         raise RowError("not a call", f"{ast.unparse(node)!r:.80} gives an argument twice")
     values = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return {"name": name, "arguments": {key: _literal(value, variables)
+    return {"name": name, "arguments": {key: _literal(value, *kept)
                                         for key, value in zip(names, values, strict=True)}}
 
 
-def _literal(node: ast.expr, variables: bool) -> Any:
+def _literal(node: ast.expr, variables: bool, tuples: bool) -> Any:
     if variables and isinstance(node, ast.Name | ast.Attribute):
         return ast.unparse(node)
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(inner, variables) for inner in node.elts]
+        inner = [_literal(inner, variables, tuples) for inner in node.elts]
+        return tuple(inner) if tuples and isinstance(node, ast.Tuple) else inner
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) and isinstance(key.value, str)
                                           for key in node.keys):
-        return {key.value: _literal(inner, variables) for key, inner in zip(node.keys, node.values, strict=True)}
+        return {key.value: _literal(inner, variables, tuples)
+                for key, inner in zip(node.keys, node.values, strict=True)}
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):
