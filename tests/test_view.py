@@ -101,7 +101,7 @@ def test_the_text_has_turns_and_no_escape_codes(run, capsys):
 
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory):
-    """A page of 1,000 samples of 350 tokens, whose log-probs are noise as those of a real model are."""
+    """A page of 1,000 samples of 310 tokens, whose log-probs are noise as those of a real model are."""
     tmp_path = tmp_path_factory.mktemp("thousand")
     generator = torch.Generator().manual_seed(0)
     words = "the agent calls a calculator and reads what it says then goes on to add the numbers of the table".split()
