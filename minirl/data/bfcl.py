@@ -58,7 +58,8 @@ def convert_bfcl(row: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, A
     if not isinstance(name, str):
         raise RowError("no id", f"id is {name!r:.60}, not a string")
     if not isinstance(functions, list) or not functions:
-        raise RowError("no functions", f"{name} has no functions beside its question: an empty list, or a multi-turn category")
+        raise RowError("no functions", f"{name} has no functions beside its question: none at all, or those of a "
+                                       "multi-turn category, which lie elsewhere")
     if not isinstance(questions, list) or len(questions) != 1 or not isinstance(questions[0], list):
         raise RowError("not one question", f"{name}: question is not a list of one list of messages")
     tools = [{"type": "function", "function": _function(function)} for function in functions]
