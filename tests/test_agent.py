@@ -1,6 +1,10 @@
 """Tools, calls, limits: what the policy writes is carried out or answered by an error, and nothing else is."""
 
+import copy
 import math
+import sys
+import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -146,6 +150,54 @@ def test_no_tool_is_called_when_the_time_is_up():
     episode.seconds = 0.1
     assert episode.step("<add>1</add>\n").observation == "error: out of time\n"
     assert episode.state == []
+
+
+def spin(state: list) -> str:
+    while True:
+        state[0] += 1
+
+
+def sleep(state: list) -> str:
+    time.sleep(0.4)
+    state[0] += 1
+    return "at last"
+
+
+def stubborn(state: dict) -> str:
+    for count in range(300_000):
+        try:
+            state[count] = 0
+            time.sleep(0)
+        except BaseException:
+            pass
+
+
+def leave(state: list) -> str:
+    sys.exit("bye")
+
+
+@pytest.mark.parametrize("function, state", [(spin, [0]), (sleep, [0]), (stubborn, {})])
+def test_a_tool_that_hangs_is_left_alone_and_the_row_goes_on(function, state):
+    task = env(tools=(Tool(function, "wait", seconds=0.1), Tool(echo, "say")))
+    episode, threads, began = task.reset(Example("p", "3", (), state)), threading.enumerate(), time.perf_counter()
+    step = episode.step("<wait></wait><say>hi</say>\n")
+    assert time.perf_counter() - began < 2, "it was waited for"
+    assert step.observation == "error: timed out after 0.1 s\nhi\n" and step.info["tool_call"] is False
+    assert all(thread.daemon for thread in threading.enumerate() if thread not in threads), "it holds up the end"
+    before = copy.copy(episode.state)
+    time.sleep(0.4)
+    assert episode.state == before, "the thread still changes what is judged"
+    if function is not stubborn:
+        assert not {*threading.enumerate()} - {*threads}, "a loop takes time from the trainer"
+
+
+def test_a_tool_with_a_limit_does_what_it_would_without():
+    for seconds in (math.inf, 5.0):
+        task = env(tools=(Tool(add, seconds=seconds), Tool(broken, seconds=seconds), Tool(leave, seconds=seconds)))
+        episode = task.reset(Example("p", "3", (), []))
+        step = episode.step("<add>1 2</add><add>x</add><broken></broken><leave></leave>\n")
+        assert step.observation == "3\nerror: a must be integer\nerror: KeyError: 'oh'\nerror: SystemExit: bye\n"
+        assert episode.state == [3]
 
 
 def test_a_tool_result_that_the_policy_writes_itself_changes_nothing():

@@ -14,6 +14,7 @@ import pytest
 
 from minirl.config import UserError
 from minirl.env.sandbox import STRONG, Result, Sandbox, pass_rate, same
+from minirl.env.tools import in_time
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
 
@@ -288,6 +289,15 @@ def test_a_supervisor_that_dies_is_replaced():
     assert sandbox.run("print(3)").output == "3\n"
     sandbox.close()
     assert sandbox.run("print(4)").output == "4\n", "closed is not broken: it starts anew"
+    sandbox.close()
+
+
+def test_nobody_reads_the_reply_to_a_thread_that_was_stopped():
+    sandbox = Sandbox(seconds=20.0)
+    sandbox.run("1")
+    with pytest.raises(TimeoutError):
+        in_time(0.2, lambda: sandbox.run("import time; time.sleep(0.6); print('old')"))
+    assert sandbox.run("print('new')").output == "new\n"
     sandbox.close()
 
 

@@ -109,10 +109,19 @@ class ToolEpisode:
             text, carried_out = tool(self.state, arguments), True
         except ValueError as error:
             text = f"error: {error}"
-        except Exception as error:  # a tool that breaks is the policy's problem too, not the end of the run
+        except TimeoutError as error:  # its thread may go on, but on a state that nobody judges
+            text, self.state = f"error: {error}", self.detached()
+        except (Exception, SystemExit) as error:  # a tool that breaks is the policy's problem too, not the run's end
             text = f"error: {type(error).__name__}: {error}"
         self.seconds += perf_counter() - began
         return self.cut(text), carried_out
+
+    def detached(self) -> Any:
+        """A copy of the state; of the first one, if a thread keeps changing this one meanwhile."""
+        try:
+            return copy.deepcopy(self.state)
+        except RuntimeError:
+            return copy.deepcopy(self.example.state)
 
     def cut(self, text: str) -> str:
         limit = self.env.max_observation

@@ -122,10 +122,12 @@ class Sandbox:
         try:
             server = server or Server()
             return server.ask(request, self.seconds + GRACE)
-        except OSError:
+        except BaseException as error:  # of a thread that is stopped, too: the next one would read this one's reply
             if server:
                 server.stop()
             server = None
+            if not isinstance(error, OSError):
+                raise
             return {"status": "lost", "output": "", "results": "[]", "cut": False, "seconds": self.seconds}
         finally:
             self._free.put(server)

@@ -9,9 +9,14 @@ The first parameter is the state of the row, which belongs to the environment; t
 returns is the observation. It refuses by ValueError, whose text the policy reads.
 """
 
+import ctypes
 import inspect
+import math
 import re
 from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from threading import Thread
 from typing import Any
 
 from minirl.tool_calls import parse_tool_calls
@@ -23,11 +28,12 @@ WHOLE, DECIMAL = re.compile(r"[-+]?[0-9]{1,18}"), re.compile(r"[-+]?[0-9]{1,18}(
 class Tool:
     """A function (state, a: str, b: int, ...) -> str under a name; its docstring is the description.
 
-    name : empty: the function's own
+    name    : empty: the function's own
+    seconds : that a call may take, of a tool that may hang; it then runs in a thread, see `in_time`. inf: it does not
     """
 
-    def __init__(self, function: Callable[..., str], name: str = ""):
-        self.function, self.name = function, name or function.__name__
+    def __init__(self, function: Callable[..., str], name: str = "", seconds: float = math.inf):
+        self.function, self.name, self.seconds = function, name or function.__name__, seconds
         self.doc = inspect.getdoc(function) or ""
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.parameters = {p.name: p.annotation if p.annotation in TYPES else str for p in parameters}
@@ -44,7 +50,7 @@ class Tool:
         """Call it with the text between its tags, words in the order of the parameters, or with an object.
 
         A single parameter gets the text as it is, the last of several all that is left. ValueError: arguments that
-        are missing, unknown or of another type, and whatever the function refuses.
+        are missing, unknown or of another type, and whatever the function refuses. TimeoutError: over its `seconds`.
         """
         if isinstance(arguments, str):
             count = len(self.parameters)
@@ -56,8 +62,38 @@ class Tool:
             raise ValueError(f"{self.name} needs {' '.join(missing)}")
         if unknown := arguments.keys() - self.parameters.keys():
             raise ValueError(f"{self.name} has no {min(unknown)}")
-        return str(self.function(state, **{name: _read(name, value, self.parameters[name])
-                                           for name, value in arguments.items()}))
+        arguments = {name: _read(name, value, self.parameters[name]) for name, value in arguments.items()}
+        call = partial(self.function, state, **arguments)
+        return str(call() if self.seconds == math.inf else in_time(self.seconds, call))
+
+
+def in_time(seconds: float, call: Callable[[], Any]) -> Any:
+    """What call() returns or raises, in a thread of its own; TimeoutError if that takes longer.
+
+    **The thread may live on**: Python cannot kill one. It gets an exception at its next line, but there is none while
+    it waits in C, for a socket. It does not hold up the end of the process. C code that never lets go of the
+    interpreter, as 9**9**9 or a hard regular expression, stops every thread, this one too: that is for the sandbox.
+    """
+    result: futures.Future = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        error = result.exception(seconds)
+    except futures.TimeoutError:
+        # An endless loop would take turns at the interpreter: each operation of the trainer then waits 5 ms for it.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        thread.join(0.1)
+        raise TimeoutError(f"timed out after {seconds:g} s") from None
+    if error:
+        raise error
+    return result.result()
 
 
 def _read(name: str, value: Any, kind: type) -> Any:
