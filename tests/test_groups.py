@@ -1,7 +1,9 @@
 """How the rows of a group come about: experts, retries, groups that grow, are given up, or are written in parts."""
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from minirl.evaluate import rollout_metrics
 from minirl.logprobs import rollout_logprobs
 from minirl.objective import look_again, make_advantages, recipe_loss
 from minirl.parallel import Mesh, close_mesh, init_mesh
+from minirl.parallel.layout import parallelize
 from minirl.recipes import RecipeOptions, fill_in
 from minirl.retry import first_number, locate, thoughts
 
@@ -197,6 +200,52 @@ def test_ranks_set_aside_what_one_process_does(tmp_path):
         assert torch.equal(torch.cat([part.sample_ids for part in parts]), alone[step].sample_ids)
         assert torch.equal(torch.cat([part.rewards for part in parts]), alone[step].rewards)
         assert [text for part in parts for text in part.texts] == alone[step].texts
+
+
+# ---- tools in threads ----
+
+class Slow(Talk):
+    """Talk whose lines take a while, in 3 rows at a time."""
+
+    threads = 3
+
+    def reset(self, example):
+        episode = super().reset(example)
+        return SimpleNamespace(prompt=example.prompt, step=lambda action: time.sleep(0.001) or episode.step(action))
+
+
+WAYS = [{}, *(dict(branch=rule, branch_roots=2, branch_span=span) for rule, span in
+              (("every", 0), ("every", 3), ("random", 0), ("entropy", 4))),
+        *(dict(retry="srpo", locate=how) for how in ("random", "belief", "ask")), dict(retry="r3l", guide_tokens=8),
+        dict(expert=True), dict(grow=2), dict(selective=3)]
+
+
+@pytest.mark.parametrize("columns", WAYS, ids=lambda columns: " ".join(map(str, columns.values())) or "plain")
+def test_a_tool_that_takes_a_while_changes_no_group(columns):
+    rollout = groups(8, env=Slow(), **columns)
+    assert_same(rollout, groups(8, **columns))
+    if "branch" in columns:
+        assert (rollout.shared > 0).any(), "no row branches"
+
+
+FEW = [dict(branch="entropy", branch_roots=2, branch_span=4), dict(retry="r3l", locate="random"), dict(expert=True)]
+
+
+def slow_groups():
+    """What both ranks of a tensor-parallel replica get."""
+    mesh = init_mesh("cpu", tp=2)
+    policy = parallelize(random_policy(VOCAB), mesh)
+    found = [sample_groups(policy, TOKENIZER, Slow(), Talk().sample(1), 6, 0, mesh, Options(group_size=6, **columns),
+                           **HOW) for columns in FEW]
+    close_mesh()
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_that_share_a_model_wait_for_its_tools_together():
+    for ours in run_ranks(slow_groups, 2):
+        for rollout, columns in zip(ours, FEW, strict=True):
+            assert_same(rollout, groups(6, prompts=1, **columns))
 
 
 # ---- retries (SRPO, R3L) ----
