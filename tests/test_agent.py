@@ -60,13 +60,24 @@ def test_a_function_is_a_tool_with_a_schema():
     ("", "add needs a"), ({}, "add needs a"), ("2 3 4", "b must be integer"), ("x", "a must be integer"),
     ({"a": 2.5}, "a must be integer"), ({"a": True}, "a must be integer"), ({"a": None}, "a must be integer"),
     ({"a": 1, "c": 2}, "add has no c"), ({"a": "1_0"}, "a must be integer"), ({"a": "\uff11"}, "a must be integer"),
-    ("9" * 5000, "a must be integer"),
+    ("9" * 5000, "a must be integer"), ({"a": 10**18}, "a is too large"), ({"a": -(10**4000)}, "a is too large"),
+    ({"a": 10**18 - 2, "b": 1}, str(10**18 - 1)),
 ])
 def test_arguments_are_words_or_an_object_and_have_their_types(arguments, result):
     try:
         assert Tool(add)([], arguments) == result
     except ValueError as error:
         assert str(error) == result
+
+
+def test_an_endless_number_is_no_argument():
+    def half(state, x: float) -> str:
+        return str(x / 2)
+
+    assert Tool(half)([], {"x": 1e17}) == "5e+16"
+    for number in (1e999, -1e999, 10**400):
+        with pytest.raises(ValueError, match="x is too large"):
+            Tool(half)([], {"x": number})
 
 
 def test_a_single_text_is_passed_as_it_is_and_a_tool_without_parameters_takes_none():

@@ -147,6 +147,28 @@ ATTACKS = {
     "takes memory in pieces": ("x = []\nwhile True: x.append(bytearray(10**7))", "MemoryError"),
     "is a bomb of zeros": ("import zlib\nd = zlib.compress(bytes(10**8))\nx = [zlib.decompress(d) for _ in range(9)]",
                            "MemoryError"),
+    "keeps deleted files": (
+        f"{C}import os\nc.mmap.restype, c.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p] + [ctypes.c_long] * 5\n"
+        "f = open('x', 'w+b')\nf.write(b'x' * 4096)\nf.flush()\nos.unlink('x')\n"
+        "r = c.mmap(None, 4096, 1, 1, f.fileno(), 0)\nprint(r == 2**64 - 1, os.strerror(ctypes.get_errno()))",
+        "True Operation not permitted"),
+    "opens many files": ("import os\nx = []\nwhile True: x.append(open('x', 'w')); os.unlink('x')",
+                         "Too many open files"),
+    "opens a file without a name": (
+        "import os\nx = []\nwhile True: x.append(os.open('.', os.O_TMPFILE | os.O_RDWR))", "Too many open files"),
+    "opens a socket by x32": (by_syscall(0x40000000 | 41, 2, 1, 0), DENIED),
+    "makes a file in memory": (by_syscall(319, "b'x'", 0), DENIED),
+    "loads a program into the kernel": (by_syscall(321, 0, 0, 0), DENIED),
+    "watches the processor": (by_syscall(298, 0, 0, 0, 0, 0), DENIED),
+    "takes a handle of its parent": (by_syscall(434, "os.getppid()", 0), DENIED),
+    "reads the kernel's keys": (by_syscall(250, 0, 0, 0), DENIED),
+    "leaves its namespace": (by_syscall(272, 0x10000000), DENIED),
+    "clones in the new way": (by_syscall(435, 0, 0), DENIED),
+    "types into a terminal": (by_syscall(16, 0, 0x5412, "b'x'"), DENIED),
+    "shares memory": (by_syscall(29, 0, 4096, 0o1600), DENIED),
+    "sets an alarm": (by_syscall(37, 1), DENIED),
+    "traces its own end": ("import sys\nsys.settrace(lambda *a: 1/0)\ndef f(): pass\nf()", "ZeroDivisionError"),
+    "hooks the way out": ("import traceback\ntraceback.extract_tb = lambda *a: 1/0\nraise ValueError('x')", "exit 1"),
     "recurses": ("def f(): return f()\nf()", "RecursionError"),
     "writes one huge file": ("f = open('x', 'w')\nwhile True: f.write('x' * 10**6)", "File too large"),
     "imports the trainer": ("import minirl", "ModuleNotFoundError"),
@@ -204,6 +226,9 @@ DEADLY = {
         # i386's getpid by int 0x80: other numbers for the same calls, by which a list of numbers could be evaded
         "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\n"
         "a = ctypes.addressof(ctypes.c_char.from_buffer(m))\nprint(ctypes.CFUNCTYPE(ctypes.c_int)(a)())", ""),
+    "fills the disk and hides": (  # a file that is never there when it is looked for
+        "import os\nopen('a', 'w')\nfor i in range(400):\n  open(str(i), 'wb').write(b'x' * 10**6)\n"
+        "  for _ in range(50): os.rename('a', 'b'); os.rename('b', 'a')", "over 4 MB of files"),
     "fills the disk": ("i = 0\nwhile True:\n  open(str(i), 'w').write('x' * 10**6); i += 1", "over 4 MB of files"),
     "makes a million files": ("i = 0\nwhile True:\n  open(str(i), 'w'); i += 1", "over 4 MB of files"),
 }

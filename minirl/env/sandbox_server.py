@@ -49,7 +49,7 @@ POLL = 0.02  # seconds between two looks at the program's folder
 def lock_in(folder: str, seconds: float, memory: int, file_size: int) -> list[str]:
     """Give up everything that a program does not need. Returns what holds it: ["limits", "landlock", ...]."""
     guards = ["limits"]
-    limits = {"RLIMIT_AS": memory, "RLIMIT_CPU": int(seconds) + 1, "RLIMIT_FSIZE": file_size, "RLIMIT_NOFILE": 32,
+    limits = {"RLIMIT_AS": memory, "RLIMIT_CPU": int(seconds) + 1, "RLIMIT_FSIZE": file_size, "RLIMIT_NOFILE": 16,
               "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
     for name, limit in limits.items():
         with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS has no limit on memory
@@ -109,7 +109,7 @@ def landlock(libc, inside: int) -> bool:
 
 # What computing needs: name, number on x86_64 and on aarch64 (-1: it has none).
 CALLS = """read 0 63, write 1 64, open 2 -1, close 3 57, stat 4 -1, fstat 5 80, lstat 6 -1, poll 7 -1, lseek 8 62,
-mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
+mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
 pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, access 21 -1, select 23 -1, sched_yield 24 124,
 mremap 25 216, madvise 28 233, dup 32 23, dup2 33 -1, nanosleep 35 101, getpid 39 172, exit 60 93, uname 63 160,
 fsync 74 82, ftruncate 77 46, getcwd 79 17, rename 82 -1, unlink 87 -1, readlink 89 -1, gettimeofday 96 169,
@@ -122,9 +122,12 @@ rseq 334 293"""
 # With one argument (by its place) among these values only: fcntl and ioctl could otherwise have signals sent.
 GUARDED = {"fcntl": (72, 25, 1, (0, 1, 2, 3, 1030)),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
            "ioctl": (16, 29, 1, (0x5401, 0x5450, 0x5451))}  # TCGETS, FIONCLEX, FIOCLEX
+# Memory of its own alone (MAP_ANONYMOUS among the flags): a mapped file that is deleted fills the disk, and is neither
+# in the folder nor open.
+MMAP, FLAGS, MAP_ANONYMOUS = (9, 222), 3, 0x20
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 ALLOW, EPERM, KILL = 0x7FFF0000, 0x00050001, 0x80000000
-LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+LOAD, JUMP_IF_EQUAL, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x45, 0x06
 
 
 def seccomp(libc) -> bool:
@@ -150,6 +153,8 @@ def filter_program(column: int, architecture: int) -> list[tuple[int, int, int, 
         for value in values:
             lines += [(JUMP_IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
         lines += [(RETURN, 0, 0, EPERM)]
+    lines += [(JUMP_IF_EQUAL, 0, 4, MMAP[column]), (LOAD, 0, 0, 16 + 8 * FLAGS), (JUMP_IF_SET, 0, 1, MAP_ANONYMOUS),
+              (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, EPERM)]
     return [*lines, (RETURN, 0, 0, EPERM)]
 
 
@@ -269,11 +274,13 @@ def keep(pipe: int, data: bytes, texts: dict[int, bytes], limits: dict[int, int]
 
 def too_much(folder: str, limit: int) -> bool:
     """Over `limit` bytes or MAX_FILES files in the folder? It has no folders in it."""
-    try:
+    files, size = [], 0
+    with contextlib.suppress(OSError):
         files = list(os.scandir(folder))
-        return len(files) > MAX_FILES or sum(file.stat(follow_symlinks=False).st_size for file in files) > limit
-    except OSError:  # a file that went away meanwhile
-        return False
+    for file in files:
+        with contextlib.suppress(OSError):  # one that went away meanwhile
+            size += file.stat(follow_symlinks=False).st_size
+    return len(files) > MAX_FILES or size > limit
 
 
 def serve(read: int, write: int) -> None:

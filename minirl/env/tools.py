@@ -23,6 +23,7 @@ from minirl.tool_calls import parse_tool_calls
 
 TYPES = {str: "string", int: "integer", float: "number"}
 WHOLE, DECIMAL = re.compile(r"[-+]?[0-9]{1,18}"), re.compile(r"[-+]?[0-9]{1,18}(?:\.[0-9]{1,18})?")
+LARGE = 10**18  # the first number that is no word
 
 
 class Tool:
@@ -103,6 +104,8 @@ def _read(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, str) and (WHOLE if kind is int else DECIMAL).fullmatch(value.strip()):
         return kind(value)
     if isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool):
+        if not abs(value) < LARGE:  # JSON has integers of thousands of digits, and 1e999
+            raise ValueError(f"{name} is too large")
         return value
     raise ValueError(f"{name} must be {TYPES[kind]}")
 
