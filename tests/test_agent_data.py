@@ -12,7 +12,7 @@ import pytest
 from minirl.config import UserError, cli
 from minirl.data import convert
 from minirl.data.apibench import read_instruction
-from minirl.data.augment import recovery_row, shuffle_tools
+from minirl.data.augment import number_names, recovery_row, shuffle_tools
 from minirl.data.bfcl import ast_error, ast_score, convert_bfcl, parse_python_calls
 from minirl.data.failures import FAILURES, classify, preference_pairs
 from minirl.data.jsonl import each_row
@@ -696,11 +696,42 @@ def test_a_teacher_is_any_callable_and_only_good_rows_are_kept():
     assert not rows and refused[0].kind == "quality"
 
 
+def test_names_become_numbers_wherever_they_are_used(shared):
+    add = {"type": "function", "function": {"name": "math.add", "description": "math.add adds", "parameters": {
+        "type": "object", "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
+        "required": ["right"]}}}
+    now = {"type": "function", "function": {"name": "now"}}
+    finish = {"type": "function", "function": {"name": "Finish", "parameters": {
+        "type": "object", "properties": {"return_type": {"type": "string"}}}}}
+    row = {"prompt": [user("1+2?"), said(None, ("math.add", {"right": 1, "left": 2})), result("3")],
+           "completion": [said(None, ("now", {}), ("Finish", {"return_type": "give_answer"}))], "id": "x",
+           "tools": [now, add, finish], "possible_answer": [{"now": {}}, {"math.add": {"right": [1], "left": [2, ""]}}]}
+    kept = copy.deepcopy(row)
+    numbered = number_names(row)
+    assert row == kept, "a new row"
+    assert numbered["prompt"] == [user("1+2?"), said(None, ("tool_2", {"arg_2": 1, "arg_1": 2})), result("3")]
+    assert numbered["completion"] == [said(None, ("tool_1", {}), ("Finish", {"return_type": "give_answer"}))]
+    assert numbered["tools"][0] == {"type": "function", "function": {"name": "tool_1"}}
+    assert numbered["tools"][1]["function"] == {"name": "tool_2", "description": "math.add adds", "parameters": {
+        "type": "object", "properties": {"arg_1": {"type": "integer"}, "arg_2": {"type": "integer"}},
+        "required": ["arg_2"]}}
+    assert numbered["tools"][2] == finish and numbered["id"] == "x"
+    assert numbered["possible_answer"] == [{"tool_1": {}}, {"tool_2": {"arg_2": [1], "arg_1": [2, ""]}}]
+    for functions, answers, calls in bfcl(shared):  # what was right stays right
+        row = number_names({"messages": [user("go"), said(None, *((c["name"], c["arguments"]) for c in calls))],
+                            "tools": [{"type": "function", "function": each} for each in functions],
+                            "possible_answer": answers})
+        made = [call["function"] for call in row["messages"][-1]["tool_calls"]]
+        assert ast_score(made, [tool["function"] for tool in row["tools"]], row["possible_answer"]) == 1
+
+
 def test_the_flags_of_the_command(shared, tmp_path, capsys):
     bfcl, bench, out = shared / "data/bfcl", shared / "data/toolbench", tmp_path / "out.jsonl"
     multiple = bfcl / "BFCL_v4_multiple.json"
     run(capsys, "bfcl", multiple, out)
     plain = read(out)
+    assert "60 written" in run(capsys, "bfcl", multiple, out, "--number-names")
+    assert all(tool["function"]["name"].startswith("tool_") for row in read(out) for tool in row["tools"])
     assert "120 written" in run(capsys, "bfcl", multiple, out, "--shuffle-tools", "--recovery", 1)
     rows = read(out)
     assert [row["messages"] for row in rows[:60]] == [row["messages"] for row in plain]

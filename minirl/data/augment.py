@@ -73,6 +73,50 @@ def _spoil(name: str, arguments: dict[str, Any], tools: dict[str, Any], rng: Ran
     return name, arguments | {key: ""}, f"Error in {name}: arguments has {key!r}, which the schema does not know."
 
 
+def number_names(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its tools called tool_1, tool_2 ..., and their arguments arg_1, arg_2 ..., as they are declared.
+
+    What a tool does is then told by its descriptions alone, and a call copies no name that was never seen: a model of a
+    few hundred thousand weights can learn that, and to copy new names it cannot. Names inside of objects, those that
+    texts happen to mention, and ToolBench's Finish, which every row has, stay.
+    """
+    tools, names, keys = [], {}, {}
+    for number, tool in enumerate(row.get("tools") or [], 1):
+        function = tool["function"]
+        if function["name"] == "Finish":
+            tools.append(tool)
+            continue
+        parameters = function.get("parameters") or {}
+        known = {key: f"arg_{i}" for i, key in enumerate(parameters.get("properties") or {}, 1)}
+        names[function["name"]], keys[function["name"]] = f"tool_{number}", known
+        if known:
+            parameters = parameters | {"properties": {known[key]: inner for key, inner in
+                                                      parameters["properties"].items()}}
+        if parameters.get("required"):
+            parameters = parameters | {"required": [known.get(key, key) for key in parameters["required"]]}
+        changed = {"name": names[function["name"]]} | ({"parameters": parameters} if parameters else {})
+        tools.append(tool | {"function": function | changed})
+
+    def called(name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return names.get(name, name), {keys.get(name, {}).get(key, key): value for key, value in arguments.items()}
+
+    def renamed(message: dict[str, Any]) -> dict[str, Any]:
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            name, arguments = called(call["function"]["name"], call["function"]["arguments"])
+            calls.append(call | {"function": call["function"] | {"name": name, "arguments": arguments}})
+        return message | {"tool_calls": calls}
+
+    rows = {key: [renamed(message) for message in row[key]] for key in ("messages", "prompt", "completion")
+            if isinstance(row.get(key), list)}
+    if row.get("possible_answer"):
+        rows["possible_answer"] = [dict([called(*each) for each in answer.items()])
+                                   for answer in row["possible_answer"]]
+    return row | rows | {"tools": tools}
+
+
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """All messages of a row, whether it has "messages" or "prompt" and "completion"."""
     return row["messages"] if "messages" in row else [*row["prompt"], *row.get("completion", [])]

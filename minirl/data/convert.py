@@ -22,7 +22,7 @@ from typing import Any, Literal
 from minirl.config import UserError, check_not_negative, run, write_text
 from minirl.data.agentinstruct import convert_agentinstruct
 from minirl.data.apibench import convert_apibench
-from minirl.data.augment import messages_of, recovery_row, shuffle_tools
+from minirl.data.augment import messages_of, number_names, recovery_row, shuffle_tools
 from minirl.data.bfcl import convert_bfcl
 from minirl.data.gsm8k_agent import as_text, convert_gsm8k, curriculum
 from minirl.data.jsonl import each_row
@@ -45,6 +45,7 @@ class Config:
     scrub: bool = False  # take out e-mail addresses, phone numbers and keys
     min_quality: float = 0.0  # refuse rows below this score (0.8 is usual)
     shuffle_tools: bool = False  # tools in random order, with tools of other rows up to 8
+    number_names: bool = False  # tools are tool_1, tool_2 ..., and their arguments arg_1 ...: nothing new to copy
     recovery: float = 0.0  # add for this share of the rows one with a mistake that is mended
     max_steps: int | None = None  # gsm8k: at most so many calculations
     curriculum: bool = False  # gsm8k: fewest calculations first
@@ -164,6 +165,8 @@ def convert(config: Config) -> tuple[list[dict[str, Any]], list[RowError], int]:
     if config.shuffle_tools:
         others = [*{tool["function"]["name"]: tool for row in rows for tool in row.get("tools") or []}.values()]
         rows = [shuffle_tools(row, rng, others) for row in rows]
+    if config.number_names:
+        rows = [number_names(row) for row in rows]
     rows += [*_recoveries(rows, config.recovery, rng)]
     return curriculum(rows) if config.curriculum else rows, refused, total
 
