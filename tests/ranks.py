@@ -1,7 +1,8 @@
 """Real processes for tests: `run_ranks` is torchrun in miniature, `start` is for those that a test wants to kill.
 
-They are forked from a server that has imported torch once (a start costs a moment and not seconds) and nothing else
-has happened in, so that no thread or lock of pytest is copied. Results travel as pickled bytes, tensors included.
+They are forked from a server that has imported once what they need (a start costs a moment and not seconds) and
+nothing else has happened in, so that no thread or lock of pytest is copied. Results travel as pickled bytes, tensors
+included.
 """
 
 import gc
@@ -26,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait starve others of few cores
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "pytest"])
+context.set_forkserver_preload([  # torch's compiler: two seconds a rank, at the first checkpointed block
+    "torch.distributed", "torch._dynamo", "pytest", "minirl.plan", "train_dpo", "train_grpo", "train_ppo", "train_sft"])
 
 
 class RankError(Exception):
@@ -100,6 +102,7 @@ def _rank(writer: Connection, function: Callable, args: tuple) -> None:
 
 
 def _child(function: Callable, args: tuple, threads: int, environment: dict[str, str], output: Path | None) -> None:
+    gc.freeze()  # what the server has imported stays, and need not be looked through at each collection
     os.environ.update(environment, OMP_NUM_THREADS=str(threads))
     torch.set_num_threads(threads)
     for kind in (FutureWarning, DeprecationWarning):  # of torch above all: what it will take away is not used

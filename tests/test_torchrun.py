@@ -6,13 +6,14 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from ranks import start
+from test_trainers import flags_of
+from torch.distributed.run import main as torchrun
 
 import train_sft
 from minirl.checkpoint import latest_checkpoint
@@ -75,14 +76,10 @@ class Job:
     def __init__(self, folder: Path, *command: str, machines: int = 1, ranks: int = 1):
         self.texts = [folder / f"machine_{number}.txt" for number in range(machines)]
         port = free_port()
-        self.agents = []
-        for number, text in enumerate(self.texts):
-            where = ["--nnodes", str(machines), "--node_rank", str(number), "--master_addr", "localhost",
-                     "--master_port", str(port), "--nproc_per_node", str(ranks)]
-            with open(text, "w") as output:  # a pipe would stay open, and the test wait, as long as any rank lives
-                self.agents.append(subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *where, *command], cwd=REPO, stdout=output,
-                    stderr=output, env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}))
+        self.agents = [
+            start(torchrun, ["--nnodes", str(machines), "--node_rank", str(number), "--master_addr", "localhost",
+                             "--master_port", str(port), "--nproc_per_node", str(ranks), *command],
+                  environment={"PYTHONPATH": str(REPO)}, output=text) for number, text in enumerate(self.texts)]
         self.seen: set[int] = set()
 
     def __enter__(self):
@@ -92,7 +89,7 @@ class Job:
         for pid in alive([*self.look()]):
             os.kill(pid, signal.SIGKILL)
         for agent in self.agents:
-            agent.wait()
+            agent.join()
 
     def look(self) -> set[int]:
         """Whoever belongs to the job, or did."""
@@ -104,8 +101,7 @@ class Job:
         return family(self.agents[machine].pid)[1]
 
     def ended(self) -> bool:
-        codes = [agent.poll() for agent in self.agents]
-        return None not in codes and not alive([*self.look()])
+        return None not in [agent.exitcode for agent in self.agents] and not alive([*self.look()])
 
     @property
     def text(self) -> str:
@@ -117,6 +113,12 @@ SFT = dict(device="cpu", dtype="float64", difficulty=1, hidden_size=16, layers=1
 LOSSES = {  # how a job loses a rank -> what is said besides
     "a rank is killed": "Signal 9", "the first torchrun is killed": "", "the second torchrun is killed": "",
     "a rank is stopped": "did not end after another rank was lost, and is killed"}
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Step and loss of what a run has logged so far."""
+    rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    return [(row["step"], row["loss"]) for row in rows]
 
 
 def lose(job: Job, what: str) -> None:
@@ -131,24 +133,17 @@ def lose(job: Job, what: str) -> None:
 def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_on(tmp_path):
     run = tmp_path / "run"
 
-    def losses() -> list[tuple[int, float]]:
-        rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
-        return [(row["step"], row["loss"]) for row in rows]
-
-    def flags() -> list[str]:
-        config = asdict(train_sft.Config(run_dir=str(run), steps=10**6, **SFT))
-        resume = ["--resume"] if latest_checkpoint(run) else []
-        return [f"--{name.replace('_', '-')}={value}" for name, value in config.items()
-                if not isinstance(value, bool)] + resume
+    flags = flags_of(train_sft.Config(run_dir=str(run), steps=10**6, **SFT))
 
     @contextlib.contextmanager
     def under_way():
         """A job that trains; a second and third start, if on a busy machine a rank came TIMEOUT after the other."""
         for attempt in range(3):
-            before = len(losses())
-            with Job(tmp_path, "train_sft.py", *flags(), machines=2) as job:
-                wait_until(lambda n=before, job=job: len(losses()) > n + 6 or job.ended(), for_a_start())
-                if len(losses()) > before + 6:
+            before = len(losses(run))
+            resume = ["--resume"] if latest_checkpoint(run) else []
+            with Job(tmp_path, "train_sft.py", *flags, *resume, machines=2) as job:
+                wait_until(lambda n=before, job=job: len(losses(run)) > n + 6 or job.ended(), for_a_start())
+                if len(losses(run)) > before + 6:
                     yield job
                     return
                 late = job.ended() and LOST.search(job.text)
@@ -160,15 +155,25 @@ def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_
             lose(job, what)
             limit = SLACK + (TIMEOUT + GRACE) * (what == "a rank is stopped")
             assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
-            assert any(agent.returncode for agent in job.agents)
+            assert any(agent.exitcode for agent in job.agents)
             # A rank says so itself, or on a busy machine its guard was sooner.
             assert re.search("another rank.*--resume to go on", job.text) and said in job.text, what
-    steps = len(losses()) + 3
+    steps = len(losses(run)) + 3
     for folder, resume in ((run, True), (tmp_path / "alone", False)):  # in another layout, and one without any loss
         train_sft.main(train_sft.Config(run_dir=str(folder), steps=steps, resume=resume, **SFT))
-    alone = [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "alone/metrics.jsonl")]
-    assert [step for step, _ in losses()] == [step for step, _ in alone]
-    assert [loss for _, loss in losses()] == pytest.approx([loss for _, loss in alone], rel=1e-7)
+    (steps, ours), (alone, theirs) = (zip(*losses(folder), strict=True) for folder in (run, tmp_path / "alone"))
+    assert steps == alone and ours == pytest.approx(theirs, rel=1e-7)
+
+
+def test_sigterm_to_torchrun_saves_before_the_workers_leave(tmp_path):
+    run = tmp_path / "run"
+    options = SFT | dict(run_dir=str(run), steps=10**6, save_every=10**6)
+    with Job(tmp_path, "train_sft.py", *flags_of(train_sft.Config(**options)), ranks=2) as job:
+        assert wait_until(lambda: len(losses(run)) > 2 or job.ended(), for_a_start()) and not job.ended(), job.text
+        job.agents[0].terminate()
+        assert wait_until(job.ended, SLACK), job.text[-3000:]
+        last = losses(run)[-1][0]
+        assert latest_checkpoint(run) == run / f"step_{last}" and last > 2, job.text[-3000:]
 
 
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
@@ -177,14 +182,17 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
                       "barrier(mesh)\nif mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\n"
                       "time.sleep(300)\n")
     with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until(job.ended, for_a_start()) and job.agents[0].returncode
+        assert wait_until(job.ended, for_a_start()) and job.agents[0].exitcode
         assert "RuntimeError: broken microbatch" in job.text and 'script.py", line 6' in job.text
 
 
 def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
-    with Job(tmp_path, "train_sft.py", "--device", "cpu", "--batch-size", "5", "--run-dir", str(tmp_path / "run"),
+    script = tmp_path / "script.py"  # in which the others wait until torchrun ends them, however late the first rank is
+    script.write_text("import train_sft\nfrom minirl.config import run\nfrom minirl.parallel import mesh\n"
+                      "mesh.LATER = 600\nrun(train_sft.main, train_sft.Config)\n")
+    with Job(tmp_path, str(script), "--device", "cpu", "--batch-size", "5", "--run-dir", str(tmp_path / "run"),
              ranks=2) as job:
-        assert wait_until(job.ended, for_a_start()) and job.agents[0].returncode
+        assert wait_until(job.ended, for_a_start()) and job.agents[0].exitcode
         assert re.findall("^error: .*", job.text, re.M) == [
             "error: 5 rows of --batch-size do not divide over 2 replicas: use a multiple of 2"]
 
@@ -206,4 +214,4 @@ def test_ranks_that_end_in_good_order_at_different_times_are_left_alone(tmp_path
                       f"barrier(mesh)\ntime.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n")
     with Job(tmp_path, str(script), ranks=2) as job:
         assert wait_until(job.ended, for_a_start())
-        assert job.agents[0].returncode == 0 and job.text.count("is done") == 2, job.text
+        assert job.agents[0].exitcode == 0 and job.text.count("is done") == 2, job.text

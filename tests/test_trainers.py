@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +21,14 @@ from ranks import run_ranks, start
 from safetensors.torch import load_file, save_file
 
 import minirl.evaluate
+import minirl.parallel.mesh
 import minirl.start
 import train_dpo
 import train_grpo
 import train_ppo
 import train_sft
 from minirl.adapters import save_adapter
-from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_model
+from minirl.checkpoint import load_checkpoint, load_model, save_model
 from minirl.config import cli, field_comments, run
 from minirl.env import make_env
 from minirl.env.loop import demonstrate
@@ -299,6 +299,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_on_each(tmp_path
 
 
 def refusal_of(name: str, flags: list[str]) -> tuple[int, str]:
+    minirl.parallel.mesh.LATER = 0  # no rank waits for torchrun, which is not there
     return refusal(TRAINERS[name], *flags)
 
 
@@ -367,6 +368,7 @@ def test_every_checkpoint_opens_with_load_model(grpo_run, sft_run):
 
 
 def compiler_after_opening(folder: Path) -> bool:
+    del sys.modules["torch._dynamo"], torch._dynamo  # which ranks.py has imported for all that need it
     load_model(folder)
     return "torch._dynamo" in sys.modules
 
@@ -462,7 +464,7 @@ def test_a_replayed_rollout_gives_the_update_of_the_run_that_sampled_it(layouts,
 SPREAD = {2: [dict(tp=2), dict(pp=2), dict(cp=2), dict(zero=3)],
           4: [dict(tp=2, cp=2, sp=True), dict(tp=2, pp=2), dict(dp=2, cp=2, cp_kind="ulysses", zero=1)]}
 SPREADS = [layout for some in SPREAD.values() for layout in some]
-ONE_STEP = LAYOUT | dict(dtype="float32", steps=1, epochs=1, minibatches=1)
+ONE_STEP = LAYOUT | dict(dtype="float32", steps=1, epochs=1, minibatches=1, microbatch_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -681,30 +683,6 @@ def train_with_signal_to_rank_1(options: dict) -> None:
 
     train_sft.StopSignal = Signalled
     train_until("train_grpo", options, None)
-
-
-@dist
-def test_sigterm_to_torchrun_saves_before_the_workers_leave(tmp_path, sft_run):
-    run_dir = tmp_path / "run"
-    options = GRPO | dict(run_dir=str(run_dir), init=str(sft_run / "step_60"), steps=10**6, save_every=10**6,
-                          eval_every=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_grpo.py",
-               *flags_of(train_grpo.Config(**options))]
-    with open(tmp_path / "output.txt", "w") as output:
-        job = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        end = time.monotonic() + 60
-        while job.poll() is None and time.monotonic() < end:
-            if (run_dir / "metrics.jsonl").is_file() and len(numbers(run_dir)) > 3:
-                job.terminate()
-                break
-            time.sleep(0.05)
-        job.wait(60)
-    finally:
-        job.kill()
-    last = numbers(run_dir)[-1]["step"]
-    assert latest_checkpoint(run_dir) == run_dir / f"step_{last}" and last > 2, text_of(tmp_path)
 
 
 # ---- other tasks ----

@@ -36,6 +36,7 @@ from minirl.parallel import guard
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0  # seconds: a rank that waits longer than this for another gives up with an error
+LATER = 10.0  # seconds by which, on a busy machine, the first rank may come to an error after the others
 AXES = ("dp", "pp", "cp", "tp")
 LOST = re.compile("closed by peer|reset by peer|broken pipe|time[d ]*out", re.IGNORECASE)  # gloo, NCCL, the store
 
@@ -256,14 +257,14 @@ def _say_goodbye(process: subprocess.Popen) -> None:
         process.stdin.close()
 
 
-def let_first_rank_speak(seconds: float = 2.0) -> None:
+def let_first_rank_speak() -> None:
     """Before an error is told that all ranks are likely to have: the first tells it, and torchrun ends the others.
 
-    Who is alone with its error, or on another machine, tells it a little later.
+    Who is alone with its error, or on another machine, tells it LATER.
     """
     if int(os.environ.get("RANK", 0)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a StopSignal would outlive what torchrun sends
-        time.sleep(seconds)
+        time.sleep(LATER)
 
 
 def explain(error: RuntimeError) -> None:
