@@ -64,6 +64,7 @@ def places():
     return mesh.is_main, [*mesh.share(4)], sums
 
 
+@pytest.mark.dist
 def test_groups_of_a_job_of_four():
     assert run_ranks(places, 4) == [
         (True, [0, 1], [101, 11, 1, 101, 1111]), (False, [0, 1], [1010, 11, 10, 1010, 1111]),
@@ -100,6 +101,7 @@ def plain():
     return True
 
 
+@pytest.mark.dist
 def test_collectives_do_what_they_say_and_leave_their_input_alone():
     assert run_ranks(plain, 3) == [True] * 3
 
@@ -147,6 +149,7 @@ def all_duals():
     return [duals(name) for name in DUALS]
 
 
+@pytest.mark.dist
 def test_each_dual_is_the_gradient_of_its_forward():
     for gradients in run_ranks(all_duals, 2):
         assert min(gradients) > 0
@@ -181,6 +184,7 @@ def rings():
     return [ring(shape) for shape in SHAPES]
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_ring_sums_in_2_n_minus_1_steps_and_sends_what_the_formula_says(ranks):
     for found in run_ranks(rings, ranks):

@@ -29,6 +29,7 @@ from minirl.parallel.zero import gathered
 from minirl.rollout import Rollout
 from minirl.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.dist
 LLAMA = ModelConfig(258, 32, 48, 4, 4, 2, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=100.0)
 QWEN3 = ModelConfig(258, 24, 40, 4, 4, 2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False,
                     qk_norm=True, rope_theta=100.0)
@@ -81,7 +82,7 @@ def train(model: Transformer, mesh: Mesh, steps: int, optimizer=None) -> tuple[l
             return loss, policy_stats(out.logprobs, mb.old_logprobs, None, out.entropy, mb.advantages, mb.action_mask,
                                       0.2, 0.3)
 
-        stats = forward_backward(model, mine.microbatches(2), loss_fn, mesh, 0.7, entropy=True)
+        stats = forward_backward(model, mine.microbatches(max(2, len(mine) // 2)), loss_fn, mesh, 0.7, entropy=True)
         stats["grad_norm"] = float(clip_gradients(model.parameters(), 0.5, mesh))
         optimizer.step()
         optimizer.zero_grad()

@@ -240,7 +240,7 @@ def measure() -> list[tuple]:
     found = []
     for name, layout in LAYOUTS.items():
         layout = replace(layout, microbatch_size=2, sequence_length=9, dtype="float32",
-                         rows_per_step=layout.dp * 2 * 4)
+                         rows_per_step=layout.dp * 2 * 2)
         mesh = init_mesh("cpu", layout.dp, layout.pp, layout.cp, layout.tp)
         model = Transformer(LLAMA).init_weights(torch.Generator().manual_seed(0))
         model.gradient_checkpointing = layout.gradient_checkpointing
@@ -251,7 +251,7 @@ def measure() -> list[tuple]:
         ids, tokens = torch.arange(2), torch.zeros(2, 10, dtype=torch.int64)
         batch = Rollout(tokens, tokens[:, 1:] == 0, ids * 0 + 10, ids, ids)
         mesh.ledger.clear()
-        forward_backward(model, [batch] * layout.microbatches, lambda out, _: (out.logprobs.sum() / 72, {}), mesh)
+        forward_backward(model, [batch] * layout.microbatches, lambda out, _: (out.logprobs.sum() / 36, {}), mesh)
         if layout.zero:
             ShardedAdamW(model, 1e-3).step()
         if mesh.tp_rank:  # the others may have a word or a component less

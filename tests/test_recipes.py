@@ -1,10 +1,12 @@
 """The table of recipes: what a row means, that a flag overrides it, and that every row trains."""
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -404,13 +406,24 @@ def numbers(run) -> list[dict]:
             for row in read_metrics(Path(run) / "metrics.jsonl")]
 
 
+@pytest.fixture(scope="module")
+def alone(start, tmp_path_factory) -> Callable[[str, dict], list[dict]]:
+    """The numbers of one process, which trains once for all layouts."""
+    @functools.cache
+    def trained(recipe: str, extra: tuple) -> list[dict]:
+        folder = tmp_path_factory.mktemp("one")
+        train_several(folder, str(start), [(recipe, dict(extra))], {})
+        return numbers(folder / recipe)
+
+    return lambda recipe, extra: trained(recipe, tuple(extra.items()))
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "jobs"), SPREAD, ids=[next(iter(layout)) for layout, _ in SPREAD])
-def test_two_ranks_train_as_one_process(layout, jobs, start, tmp_path):
-    train_several(tmp_path / "one", str(start), jobs, {})
-    run_ranks(train_several, 2, tmp_path / "two", str(start), jobs, layout, timeout=120)
-    for recipe, _ in jobs:
-        for ours, theirs in zip(numbers(tmp_path / "two" / recipe), numbers(tmp_path / "one" / recipe), strict=True):
+def test_two_ranks_train_as_one_process(layout, jobs, start, alone, tmp_path):
+    run_ranks(train_several, 2, tmp_path, str(start), jobs, layout)
+    for recipe, extra in jobs:
+        for ours, theirs in zip(numbers(tmp_path / recipe), alone(recipe, extra), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), recipe
 
 

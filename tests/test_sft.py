@@ -220,6 +220,7 @@ def ranks_run(folder: str, rows: str, options: dict) -> None:
     sft(Path(folder), rows, **options)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("options", [{"pack": True}, {"pack": False, "lora_rank": 4}])
 def test_two_ranks_have_the_numbers_of_one(tmp_path, rows, stories, options):
     options = stories | dict(dtype="float64", steps=3, eval_every=1) | options
