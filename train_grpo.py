@@ -159,7 +159,7 @@ def main(config: Config) -> Path | None:
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
                                           mb.action_mask, config.eps_low, config.eps_high, clipped)
 
-            updates.append(learner.update(loss_fn, minibatch.microbatches(config.microbatch_size), lr,
+            updates.append(learner.update(loss_fn, minibatch.acting().microbatches(config.microbatch_size), lr,
                                           temperature=config.temperature, entropy=True, by_token=by_token(config)))
 
         # (5) evaluate, log, save

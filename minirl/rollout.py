@@ -87,6 +87,14 @@ class Rollout:
         return Rollout(**picked, texts=[self.texts[i] for i in order if self.texts],
                        turns=[self.turns[i] for i in order if self.turns])
 
+    def acting(self) -> Rollout:
+        """The rows with an action to train on: the others add nothing to a sum over actions, and their passes nothing
+        but time. If there is none, one row, so that there is something to add up."""
+        kept = self.action_mask.any(1).nonzero()[:, 0]
+        if not len(kept):
+            kept = torch.arange(min(1, len(self)), device=kept.device)
+        return self if len(kept) == len(self) else self.rows(kept)
+
     def columns(self, columns: slice) -> Rollout:
         """Some columns of every (B, S) tensor. What belongs to whole rows stays, and so do tokens and documents."""
         S = self.action_mask.shape[1]

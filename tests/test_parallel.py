@@ -95,6 +95,27 @@ def every_cut() -> dict:
     return cuts
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_a_filter_took_away_need_no_pass(mode):
+    """`acting` leaves them out: loss, stats and gradients are those of all rows, to the last digits."""
+    mesh, model, rows = Mesh(), tiny_model(), tiny_rollout()
+    rows = rows.replace(action_mask=rows.action_mask & (torch.arange(len(rows)) % 3 != 1)[:, None])
+    rows = rows.replace(prompt_tokens=prompt_tokens(rows.action_mask, rows.group))
+    total, found = loss_total(mode, rows.action_mask, mesh, rows.group, LIMIT), []
+
+    def loss_fn(out, mb):
+        loss = aggregate(per_token_loss(out.logprobs, mb), mb.action_mask, mode, total, mb.prompt_tokens)
+        return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
+                                  mb.action_mask, EPS, EPS)
+
+    for part in (rows, rows.acting()):
+        stats = forward_backward(model, part.microbatches(4), loss_fn, mesh, TEMPERATURE, entropy=True)
+        assert stats.pop("rows") == len(part)
+        found.append(stats | gradients(model))
+    assert len(rows.acting()) < len(rows)
+    torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=1e-9)
+
+
 def by_hand(mode: str) -> tuple[dict, dict]:
     """The same, row by row, without padding, masks, microbatches or `aggregate`."""
     model, rollout = tiny_model(), tiny_rollout()

@@ -152,6 +152,14 @@ def test_rows_of_similar_length_go_together_and_ties_keep_their_order():
     assert example().split(6)[0].tolist() == [2, 0, 5, 3, 1, 4]
 
 
+@pytest.mark.parametrize(("left", "kept"), [([0, 3], [0, 3]), ([], [0]), (range(6), range(6))])
+def test_rows_without_an_action_are_left_out_but_never_all(left, kept):
+    whole = example()
+    mask = whole.action_mask & torch.tensor([i in left for i in range(6)])[:, None]
+    assert whole.replace(action_mask=mask).acting().sample_ids.tolist() == list(kept)
+    assert len(whole.rows(torch.tensor([], dtype=torch.int64)).acting()) == 0
+
+
 @pytest.mark.parametrize(("count", "ranks"), list(product([1, 2, 4, 8], [1, 2, 4])))
 def test_minibatches_are_equal_shares_wherever_the_rows_lie(count, ranks):
     whole = example(lengths=[2 + i * 7 % 5 for i in range(32)], first=64, group_size=8)  # 4 prompts of 8 rows
