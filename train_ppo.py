@@ -82,7 +82,7 @@ def main(config: Config) -> Path | None:
     tokenizer = open_tokenizer(start_folder or config.init)
     replay = replayed(config.replay, tokenizer, mesh)
     if start_folder is None:
-        check_folders(config, tokenizer)  # here, since a cold start takes minutes
+        check_folders(config, env, tokenizer)  # here, since a cold start takes minutes
 
     # ---- policy, critic and reward model
     init = start_folder or config.init or cold_start(config, mesh.is_main)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minirl.checkpoint import (
+    check_no_run,
     check_shapes,
     checked_names,
     generation_config,
-    latest_checkpoint,
     load_model,
     name_some,
     open_tensors,
@@ -195,8 +195,7 @@ def tokenizer_folder(folder: str | Path, base: str | Path = "") -> Path:
         raise UserError(f"model folder {folder} does not exist")
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return folder
-    if newest := latest_checkpoint(folder):
-        raise UserError(f"{folder} is the folder of a run: give one of its checkpoints, the newest is {newest}")
+    check_no_run(folder)
     if is_adapter(folder):
         return tokenizer_folder(base) if base else base_of(folder)
     return folder

@@ -87,7 +87,32 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
     Tensors go one at a time from the file to their place: the peak memory is one copy of the model.
     Every name is accounted for: a UserError lists what is missing, unexpected, of another shape, or quantised.
     """
-    folder = Path(folder)
+    model, layout, found = survey(folder)
+    head = found.pop("lm_head.weight", None) if model.tied else None
+    state = {}
+    for full, (path, name, _) in found.items():
+        with open_tensors(path) as file:  # anew for each: what was read of a file stays in memory until it is closed
+            for ours, tensor in layout[full].split(file.get_tensor(name)).items():
+                state[ours] = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+    if head is not None:
+        with open_tensors(head[0]) as file:
+            if not torch.equal(file.get_tensor(head[1]).to(device, dtype), state["embed_tokens.weight"]):
+                warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
+                              "differs; it is ignored", stacklevel=2)
+    if dtype is None:  # a few files keep their norms wider than the rest, and a matrix takes no mixture
+        state = {name: tensor.to(state["embed_tokens.weight"].dtype) for name, tensor in state.items()}
+    model.load_state_dict(state, assign=True)
+    model.generation_config = _read_generation_config(Path(folder))
+    return model
+
+
+def check_model(folder: str | Path) -> ModelConfig:
+    """UserError unless `load_model` can open the folder; reads names and shapes, and no weights. Its config."""
+    return survey(folder)[0].config
+
+
+def survey(folder: str | Path) -> tuple[Transformer, dict[str, Stored], dict[str, tuple[Path, str, tuple[int, ...]]]]:
+    """A model folder without its weights: the model on the meta device, its layout, and (file, name, shape) of each."""
     config = read_model_config(folder)
     with torch.device("meta"):
         model = Transformer(config)  # shapes without memory
@@ -102,26 +127,11 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = torch.float32,
                 if full in found:
                     raise UserError(f"{path} holds {full} twice, under {found[full][1]} and {name}")
                 found[full] = path, name, tuple(file.get_slice(name).get_shape())
-    head = found.pop("lm_head.weight", None) if model.tied else None
+    ignored = {"lm_head.weight"} if model.tied else set()  # a second copy of the embedding
     check_shapes({name: stored.shape for name, stored in layout.items()},
-                 {name: shape for name, (_, _, shape) in found.items()},
+                 {name: shape for name, (_, _, shape) in found.items() if name not in ignored},
                  f"the tensors in {folder} do not fit its config.json")
-
-    state = {}
-    for full, (path, name, _) in found.items():
-        with open_tensors(path) as file:  # anew for each: what was read of a file stays in memory until it is closed
-            for ours, tensor in layout[full].split(file.get_tensor(name)).items():
-                state[ours] = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    if head is not None:
-        with open_tensors(head[0]) as file:
-            if not torch.equal(file.get_tensor(head[1]).to(device, dtype), state["embed_tokens.weight"]):
-                warnings.warn(f"{folder}: config.json ties the head to the embedding, but the lm_head.weight there "
-                              "differs; it is ignored", stacklevel=2)
-    if dtype is None:  # a few files keep their norms wider than the rest, and a matrix takes no mixture
-        state = {name: tensor.to(state["embed_tokens.weight"].dtype) for name, tensor in state.items()}
-    model.load_state_dict(state, assign=True)
-    model.generation_config = _read_generation_config(folder)
-    return model
+    return model, layout, found
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
@@ -136,6 +146,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     try:
         return from_hf(hf)
     except UserError as error:
+        check_no_run(folder)
         raise UserError(f"{path}: {error}") from None
 
 
@@ -245,6 +256,12 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
         else:
             return folder
     return None
+
+
+def check_no_run(folder: str | Path) -> None:
+    """UserError if somebody gives the folder of a run for that of a model."""
+    if newest := latest_checkpoint(folder):
+        raise UserError(f"{folder} is the folder of a run: give one of its checkpoints, the newest is {newest}")
 
 
 def load_checkpoint(folder: str | Path, model: nn.Module | None = None,

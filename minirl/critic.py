@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minirl.adapters import is_adapter, open_policy, save_policy
-from minirl.checkpoint import check_tokenizer, load_model, read_model_config, save_model, weight_files
+from minirl.checkpoint import check_model, check_tokenizer, load_model, read_model_config, save_model
 from minirl.config import UserError, usual_mode
+from minirl.env.base import Env
+from minirl.env.loop import prompt_tokens
 from minirl.logprobs import rollout_values
 from minirl.losses import row_sum
 from minirl.model import Transformer
@@ -61,12 +63,26 @@ def critic_of(policy: Transformer) -> Transformer:
     return critic
 
 
-def check_folders(config: Any, tokenizer: Tokenizer) -> None:
-    """UserError if `--reward-model` or `--critic-init` do not go with the policy; reads no weights."""
-    if config.reward_model:
-        check_scores(config.reward_model, tokenizer)
-    if config.critic_init:
-        check_source(config.critic_init, tokenizer)
+def check_folders(config: Any, env: Env, tokenizer: Tokenizer) -> None:
+    """UserError if `--reward-model` or `--critic-init` cannot be opened or do not go with the policy; reads no weights.
+
+    For a run that begins: a cold start takes minutes, and nothing of it should be lost.
+    """
+    for folder, check in ((config.reward_model, check_scores), (config.critic_init, check_source)):
+        if folder:
+            check(folder, tokenizer)
+            if not config.drop_long_rows:
+                check_length(folder, env, tokenizer, config.max_new_tokens or env.max_new_tokens)
+
+
+def check_length(folder: str | Path, env: Env, tokenizer: Tokenizer, max_new_tokens: int) -> None:
+    """UserError if answers of max_new_tokens are too long for the model in this folder; tools may add to them."""
+    context = read_model_config(folder).context
+    longest = max(len(prompt_tokens(tokenizer, example.prompt)) for split in ("train", "eval")
+                  for example in env.sample(env.size(split) or 1000, split=split))
+    if longest + max_new_tokens > context:
+        raise UserError(f"{folder} has a context of {context} tokens, but prompts have up to {longest} and answers "
+                        f"{max_new_tokens}: give a model with a longer context, or lower --max-new-tokens")
 
 
 def check_source(source: str | Path, tokenizer: Tokenizer) -> None:
@@ -74,9 +90,8 @@ def check_source(source: str | Path, tokenizer: Tokenizer) -> None:
     if is_adapter(source):
         raise UserError(f"{source} is an adapter, and a critic starts from a whole model: name one with --critic-init, "
                         "or let it share the policy's layers with --critic joint")
-    check_tokenizer(tokenizer, read_model_config(source).vocab_size)
+    check_tokenizer(tokenizer, check_model(source).vocab_size)
     check_same_tokens(source, tokenizer, "critic")  # else it would mean other words by the policy's ids
-    weight_files(source)
 
 
 def open_critic(config: Any, start_folder: Path | None, init: str | Path, tokenizer: Tokenizer, dtype: torch.dtype,

@@ -101,6 +101,9 @@ def fill_in(config: PPOOptions) -> None:
     if config.reward_model_every and (not config.reward_model or config.group_size < 2):
         raise UserError("--reward-model-every teaches a reward model with pairs of answers to one prompt: give "
                         "--reward-model, and --group-size 2 or more")
+    if config.critic_init and (config.critic != "own" or config.advantage != "gae"):
+        raise UserError("--critic-init is what an own critic starts from: use --critic own and --advantage gae, or "
+                        "leave it out")
     if config.value_pretraining and (config.critic != "own" or config.advantage != "gae"):
         raise UserError("--value-pretraining trains a critic while the policy stands still: use --critic own and "
                         "--advantage gae, or 0")

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.checkpoint import load_model, read_model_config, weight_files
+from minirl.adapters import is_adapter
+from minirl.checkpoint import check_model, load_model
 from minirl.config import UserError
 from minirl.logprobs import rollout_values
 from minirl.losses import row_sum
@@ -85,13 +86,15 @@ def load_reward_model(folder: str | Path, tokenizer: Tokenizer | None = None, dt
 
 
 def check_scores(folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """UserError unless the folder holds a reward model for rows of this tokenizer; reads no weights."""
-    if not read_model_config(folder).num_labels:
+    """UserError unless the folder holds a whole reward model for rows of this tokenizer; reads no weights."""
+    if is_adapter(folder):
+        raise UserError(f"{folder} is an adapter, and a reward model is opened whole: merge it first (python -m "
+                        "minirl.merge)")
+    if not check_model(folder).num_labels:
         raise UserError(f"{folder} is a language model, which gives no score: train a reward model with train_dpo.py "
                         "--loss reward, and give its checkpoint")
     if tokenizer is not None:
         check_same_tokens(folder, tokenizer, "reward model")
-    weight_files(folder)
 
 
 def open_reward_model(config: Any, start_folder: Path | None, tokenizer: Tokenizer, dtype: torch.dtype,

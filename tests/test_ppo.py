@@ -1,15 +1,17 @@
 """PPO: the critic and its states, the losses by option, and the trainer in all its forms."""
 
+import json
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_trainers import (  # noqa: F401  (a fixture)
     SFT,
     TINY,
@@ -28,7 +30,7 @@ from torch import tensor
 
 import train_ppo
 import train_sft
-from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_model
+from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_checkpoint, save_model
 from minirl.critic import add_value_head, critic_of, state_values
 from minirl.env import make_env
 from minirl.env.loop import demonstrate
@@ -379,10 +381,32 @@ def test_a_language_model_cannot_pay(tmp_path, start):
 
 @pytest.mark.parametrize("flag", ["--reward-model", "--critic-init"])
 def test_a_folder_that_cannot_be_used_is_known_before_a_cold_start(flag, tmp_path, reward_model):
-    shutil.copytree(reward_model, tmp_path / "empty")
-    (tmp_path / "empty/model.safetensors").unlink()
-    for folder, message in {"nowhere": "model folder .*nowhere does not exist", "empty": "holds no weights"}.items():
-        assert_refused(train_ppo, [flag, str(tmp_path / folder)], message, tmp_path / "run")
+    def damaged(name: str, damage: Callable[[Path], object]) -> Path:
+        shutil.copytree(reward_model, tmp_path / name)
+        damage(tmp_path / name / "model.safetensors")
+        return tmp_path / name
+
+    tensors = load_file(reward_model / "model.safetensors")
+    norm = {"model.norm.weight": torch.ones(31)}
+    run = tmp_path / "a_run"
+    save_checkpoint(run, 3, load_model(reward_model), load_tokenizer(reward_model), {}, {})
+    (run / "config.json").write_text("{}")
+    for folder, message in {
+            tmp_path / "nowhere": "model folder .*nowhere does not exist",
+            damaged("empty", Path.unlink): "empty holds no weights",
+            damaged("cut", lambda path: path.write_bytes(path.read_bytes()[:-10])): "cut.*is truncated",
+            damaged("other", lambda path: save_file(tensors | norm, path)): r"other do not fit.*norm\.weight \(31,\)",
+            damaged("half", lambda path: save_file({**norm}, path)): "half do not fit its config.json: missing: ",
+            damaged("short", shorten): "short has a context of 4 tokens, but prompts have up to 6 and answers 4",
+            damaged("adapter", lambda path: (path.parent / "adapter_config.json").write_text("{}")):
+                "adapter is an adapter, and a .* whole",
+            run: "a_run is the folder of a run: give one of its checkpoints, the newest is .*step_3"}.items():
+        assert_refused(train_ppo, [flag, str(folder)], message, tmp_path / "run")
+
+
+def shorten(weights: Path) -> None:
+    path = weights.parent / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 4}))
 
 
 BAD = [
@@ -392,6 +416,7 @@ BAD = [
     ("--gamma 1.5", "--gamma 1.5: it must lie between 0 and 1"),
     ("--lam -0.1", "--lam -0.1: it must lie between 0 and 1"),
     ("--value-pretraining 3 --critic joint", "--value-pretraining trains a critic while the policy stands still"),
+    ("--critic-init x --critic joint", "--critic-init is what an own critic starts from"),
     ("--value-pretraining 3 --steps 3", "--value-pretraining 3 leaves nothing of --steps 3"),
     ("--minibatches 3 --prompts-per-step 4", "--minibatches 3 does not divide the 4 x 1 rows"),
     ("--missing-eos-penalty -1", "--missing-eos-penalty is -1.0: it must be 0 or above"),
