@@ -17,13 +17,13 @@ data sets; --task jsonl reads such. With --loss reward the same pairs train a re
     torchrun train_dpo.py --task jsonl --data pairs.jsonl --init FOLDER --lr 1e-5 --lora-rank 16
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 
@@ -39,21 +39,31 @@ from minirl.data.preferences import (
     read_preferences,
     sample_preferences,
 )
-from minirl.env import make_env
+from minirl.env import Env, make_env
 from minirl.env.loop import fit_to_context
 from minirl.evaluate import evaluate, show_sample
 from minirl.learner import Learner
-from minirl.logprobs import Output, rollout_logprobs
-from minirl.losses import aggregate, loss_total, sft_loss
+from minirl.logprobs import rollout_logprobs
+from minirl.losses import loss_total
 from minirl.metrics import MetricsLogger
+from minirl.model import Transformer
 from minirl.optim import lr_at
 from minirl.options import TrainerOptions, check_shared, make_mesh
-from minirl.pairs import answers, evaluate_kl, evaluate_pairs, microbatches, mismatch_kl, pair_loss, pair_metrics
-from minirl.parallel import StopSignal, close_mesh, pick_dtype
-from minirl.preference_losses import PreferenceOptions, objective, preference_loss, preference_stats
+from minirl.pairs import (
+    evaluate_kl,
+    evaluate_pairs,
+    microbatches,
+    mismatch_kl,
+    pair_loss,
+    pair_metrics,
+    policy_pair_loss,
+)
+from minirl.parallel import Mesh, StopSignal, close_mesh, pick_dtype
+from minirl.preference_losses import PreferenceOptions, objective
 from minirl.reward_model import reward_model_of, score_inputs
 from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
+from minirl.tokenizer import Tokenizer
 from train_sft import cold_start
 
 
@@ -71,10 +81,6 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
     batch_size: int = 64  # pairs an update, over all ranks
     microbatch_size: int = 64  # pairs a forward pass
     lr: float = 5e-4  # peak learning rate
-    warmup_steps: int = 10  # updates of linear warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
-    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
-    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
     # logging and evaluation
     log_every: int = 10  # steps between lines on the console; metrics.jsonl has every step
     eval_every: int = 50  # steps between evaluations; 0: only before and after
@@ -83,9 +89,8 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
         check_shared(self)
         check_pairs(self)
         objective(self)
-        check_positive(self, "batch_size", "microbatch_size", "lr", "log_every", "cold_start_steps")
-        check_not_negative(self, "steps", "epochs", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every",
-                           "centring")
+        check_positive(self, "batch_size", "microbatch_size", "log_every", "cold_start_steps")
+        check_not_negative(self, "steps", "epochs", "eval_every", "centring")
         if not self.steps and not self.epochs:
             raise UserError("--steps and --epochs are both 0: say how long to train")
         if self.task == "jsonl" and not self.init:
@@ -111,15 +116,7 @@ def main(config: Config) -> Path | None:
         max_new_tokens = config.max_new_tokens or env.max_new_tokens
     start_folder, run_dir = open_run(config, mesh, FREE_TO_CHANGE | {"epochs"}), Path(config.run_dir)
     tokenizer = open_tokenizer(start_folder or config.init)
-    data = None  # pairs that are read are checked here, since a cold start takes minutes
-    if env is None:
-        data = read_preferences(config.data, config.eval_data, tokenizer, config.template, config.seed)
-        speak(tokenizer, data.template)
-    elif start_folder or config.pairs:
-        data = Preferences.load(run_dir / "pairs" if start_folder else config.pairs, tokenizer, config.seed)
-    if data and config.margins and data.train.rewards is None:
-        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
-                        "score_chosen and score_rejected")
+    data = ready_pairs(config, start_folder, tokenizer)  # looked at here, since a cold start takes minutes
 
     # ---- policy
     init = start_folder or config.init or cold_start(config, mesh.is_main)
@@ -136,8 +133,8 @@ def main(config: Config) -> Path | None:
         data = sample_preferences(policy, tokenizer, env, config, config.seed, mesh)
     everything = data.size()
     data = data.fit(context, config.drop_long_rows)
+    left_out = f", {everything - data.size()} more do not fit" if everything > data.size() else ""
     if mesh.is_main:
-        left_out = f", {everything - data.size()} more do not fit" if everything > data.size() else ""
         print(f"pairs: {data.size()} to learn, {len(data.held_out) // 2} held out{left_out}")
 
     # ---- optimizer, of the policy, or of its layers under the head of a reward model
@@ -172,17 +169,7 @@ def main(config: Config) -> Path | None:
     columns = ["loss", "preference_accuracy", "reward_margin", *(["reward_chosen"] if scoring else ["logprob_chosen"]),
                "grad_norm", "eval/preference_accuracy", *([] if scoring else ["eval/kl_ref", "eval/accuracy"])]
     logger = MetricsLogger(config.run_dir, columns, steps, start, mesh.is_main, config.log_every)
-
-    def measure() -> dict[str, float]:
-        metrics = evaluate_pairs(policy, data.held_out, row, options, mesh, config.microbatch_size)
-        if env and not scoring:
-            limits = dict(max_new_tokens=max_new_tokens, max_rows=config.max_rows)
-            metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, **limits)
-            if asks:
-                metrics |= evaluate_kl(policy, frozen, tokenizer, env, config.eval_problems, mesh,
-                                       2 * config.microbatch_size, seed=config.seed, **limits)
-        return metrics
-
+    measure = partial(evaluate_policy, config, policy, tokenizer, data.held_out, env, frozen if asks else None, mesh)
     if start == 0:
         logger.log(0, measure())
 
@@ -204,23 +191,14 @@ def main(config: Config) -> Path | None:
             shift = mismatch_kl(policy, others.rows(numbers).to(mesh.device), 2 * config.microbatch_size, mesh)
 
         # (3) the gradient of the loss, clipped, and a step of AdamW
-        total = loss_total("sequence", batch.action_mask[0::2], mesh)
-        total_tokens = loss_total("token", batch.action_mask[0::2], mesh)
-
-        def preference_fn(out: Output, mb: Rollout, total=total, total_tokens=total_tokens, shift=shift):
-            chosen, rejected = answers(out.logprobs, mb, row, mesh)
-            ref = answers(mb.ref_logprobs, mb, row, mesh) if has_reference else (None, None)
-            losses = preference_loss(config.loss, chosen, rejected, *ref, **options._replace(shift=shift)._asdict())
-            loss = losses.sum() / total / mesh.cp  # all ranks of cp have the whole sums, and each a share of the loss
-            if nll_coef:
-                nll = aggregate(sft_loss(out.logprobs[0::2]), mb.action_mask[0::2], "token", total_tokens)
-                loss = loss + nll_coef * nll
-            return loss, preference_stats(chosen, rejected, *ref, options.beta) | {"rows_length": mb.lengths.sum()}
-
-        rows, loss_fn = batch, preference_fn
+        total, total_tokens = (loss_total(mode, batch.action_mask[0::2], mesh) for mode in ("sequence", "token"))
         if scoring:
             rows = score_inputs(batch)
             loss_fn = partial(pair_loss, total=total, mesh=mesh, centring=config.centring, margins=config.margins)
+        else:
+            rows = batch
+            loss_fn = partial(policy_pair_loss, kind=config.loss, row=row, options=options._replace(shift=shift),
+                              nll_coef=nll_coef, total=total, total_tokens=total_tokens, mesh=mesh)
         lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)
         stats = learner.update(loss_fn, microbatches(rows, config.microbatch_size), lr)
         if config.loss == "bco":  # a running mean over all updates so far, of both answers
@@ -250,6 +228,37 @@ def main(config: Config) -> Path | None:
     if env and not scoring:
         show_sample("a held-out problem:", policy, tokenizer, env, mesh, max_new_tokens)
     return run_dir / f"step_{last}"
+
+
+def ready_pairs(config: Config, start_folder: Path | None, tokenizer: Tokenizer) -> Preferences | None:
+    """Pairs that are there before the policy answers anything: of a file, of another run, of the run that goes on."""
+    if config.task == "jsonl":
+        data = read_preferences(config.data, config.eval_data, tokenizer, config.template, config.seed)
+        speak(tokenizer, data.template)
+    elif start_folder or config.pairs:
+        folder = Path(config.run_dir) / "pairs" if start_folder else config.pairs
+        data = Preferences.load(folder, tokenizer, config.seed)
+    else:
+        return None
+    if config.margins and data.train.rewards is None:
+        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
+                        "score_chosen and score_rejected")
+    return data
+
+
+def evaluate_policy(config: Config, policy: Transformer, tokenizer: Tokenizer, held_out: Rollout, env: Env | None,
+                    frozen: Callable[[], AbstractContextManager[Transformer]] | None, mesh: Mesh) -> dict[str, float]:
+    """Of held-out pairs; and of a policy with a task, the problems that it solves, with `frozen` how far it went."""
+    row, options, _ = objective(config)
+    metrics = evaluate_pairs(policy, held_out, row, options, mesh, config.microbatch_size)
+    if env is None or row is None:
+        return metrics
+    limits = dict(max_new_tokens=config.max_new_tokens or env.max_new_tokens, max_rows=config.max_rows)
+    metrics |= evaluate(policy, tokenizer, env, config.eval_problems, mesh, **limits)
+    if frozen:
+        metrics |= evaluate_kl(policy, frozen, tokenizer, env, config.eval_problems, mesh, 2 * config.microbatch_size,
+                               seed=config.seed, **limits)
+    return metrics
 
 
 if __name__ == "__main__":

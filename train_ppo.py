@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from torch import Tensor
+
 from minirl.checkpoint import open_run
 from minirl.config import UserError, run, save_config
 from minirl.critic import add_value_head, check_folders, open_critic, save_actor_critic, state_values
@@ -43,13 +45,15 @@ from minirl.learner import Learner
 from minirl.logprobs import rollout_logprobs
 from minirl.losses import kl_estimate, loss_total, prompt_tokens, right_tokens, row_sum
 from minirl.metrics import MetricsLogger
+from minirl.model import Transformer
 from minirl.optim import lr_at
 from minirl.options import RLOptions, TrainerOptions, check_rl, make_mesh
 from minirl.pairs import pair_metrics, pair_update
-from minirl.parallel import StopSignal, close_mesh, pick_dtype
+from minirl.parallel import Mesh, StopSignal, close_mesh, pick_dtype
 from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss
 from minirl.reward_model import open_reward_model, score_rows
 from minirl.rewards import missing_eos_penalty
+from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
 from train_sft import cold_start
 
@@ -152,35 +156,21 @@ def main(config: Config) -> Path | None:
                               max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
         if config.save_rollouts and mesh.leads_replica:
             rollout.save(run_dir / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
-        sampled, mask = perf_counter(), rollout.action_mask
+        sampled = perf_counter()
 
         # (2) rewards of tokens: the answer's score on the last, and on each what it costs to leave the reference
         scores, kl = rollout.rewards, None
         if reward_model is not None:
             scores = score_rows(reward_model, rollout, config.microbatch_size, mesh)
-        paid = missing_eos_penalty(scores, rollout.finished, config.missing_eos_penalty)
         if config.kl_coef > 0:
             with frozen() as reference:
                 ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
             rollout = rollout.replace(ref_logprobs=ref_logprobs)
             kl = kl_estimate(rollout.old_logprobs, ref_logprobs, config.kl_kind)
-        earned = token_rewards(paid, mask, kl if config.kl == "reward" else None, kl_coef)
-        if config.whiten_rewards:
-            earned = whiten(earned, mask, mesh, shift_mean=False)
+        earned = rewards_of_tokens(config, rollout, scores, kl, kl_coef, mesh)
 
         # (3) advantages: what was earned from a token on, compared with what the critic expected there
-        if has_critic:
-            values, bootstrap = state_values(critic, rollout, config.microbatch_size, mesh, config.bootstrap_cut)
-            lam = length_adaptive_lambda(mask.sum(1), config.lam_alpha) if config.lam_alpha else config.lam
-            value_lam = 1.0 if pretraining else config.value_lam
-            advantages, _ = gae(earned, values, mask, config.gamma, lam, bootstrap)
-            _, returns = gae(earned, values, mask, config.gamma, value_lam, bootstrap)
-            rollout = rollout.replace(values=values, returns=returns)
-        else:
-            advantages = reward_to_go(earned, mask, config.gamma)
-        if config.whiten:
-            advantages = whiten(advantages, mask, mesh, shift_mean=config.advantage != "reinforce")
-        rollout = rollout.replace(advantages=advantages)
+        rollout = with_advantages(config, rollout, earned, critic, pretraining, mesh)
 
         # (4) updates of critic and policy
         updates, critic_updates = [], []
@@ -222,7 +212,8 @@ def main(config: Config) -> Path | None:
             metrics |= update_metrics(updates)
         if has_critic:
             metrics |= critic_metrics(critic_updates or updates)
-            metrics["explained_variance"] = explained_variance(values, returns, rollout.action_mask, mesh)
+            metrics["explained_variance"] = explained_variance(rollout.values, rollout.returns, rollout.action_mask,
+                                                               mesh)
         if reward_model is not None:
             metrics["score_mean"] = replica_mean(scores, mesh)
         if pair_stats:
@@ -244,6 +235,36 @@ def main(config: Config) -> Path | None:
     stop.close()
     show_sample("after:", policy, tokenizer, env, mesh, max_new_tokens)
     return None if stopping else run_dir / f"step_{last}"
+
+
+def rewards_of_tokens(config: Config, rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float,
+                      mesh: Mesh) -> Tensor:
+    """Scores (B,), and the KL of each token (B, S) where it is a cost -> what each token earned, (B, S)."""
+    mask = rollout.action_mask
+    paid = missing_eos_penalty(scores, rollout.finished, config.missing_eos_penalty)
+    earned = token_rewards(paid, mask, kl if config.kl == "reward" else None, kl_coef)
+    return whiten(earned, mask, mesh, shift_mean=False) if config.whiten_rewards else earned
+
+
+def with_advantages(config: Config, rollout: Rollout, earned: Tensor, critic: Transformer, pretraining: bool,
+                    mesh: Mesh) -> Rollout:
+    """The rollout with the advantage of each token, and with the critic's values and what it shall learn, its returns.
+
+    earned : (B, S), of `rewards_of_tokens`
+    """
+    mask = rollout.action_mask
+    if config.advantage == "gae":
+        values, bootstrap = state_values(critic, rollout, config.microbatch_size, mesh, config.bootstrap_cut)
+        lam = length_adaptive_lambda(mask.sum(1), config.lam_alpha) if config.lam_alpha else config.lam
+        value_lam = 1.0 if pretraining else config.value_lam
+        advantages, _ = gae(earned, values, mask, config.gamma, lam, bootstrap)
+        _, returns = gae(earned, values, mask, config.gamma, value_lam, bootstrap)
+        rollout = rollout.replace(values=values, returns=returns)
+    else:
+        advantages = reward_to_go(earned, mask, config.gamma)
+    if config.whiten:
+        advantages = whiten(advantages, mask, mesh, shift_mean=config.advantage != "reinforce")
+    return rollout.replace(advantages=advantages)
 
 
 if __name__ == "__main__":

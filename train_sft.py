@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 
@@ -66,10 +65,7 @@ class Config(TrainerOptions):
     batch_size: int = 64  # rows an update, over all ranks; with --pack windows
     microbatch_size: int = 64  # rows a forward pass
     lr: float = 2e-3  # peak learning rate
-    warmup_steps: int = 20  # updates of linear warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
-    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
-    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
+    warmup_steps: int = 20  # steps of linear warm-up
     # logging and evaluation
     log_every: int = 10  # steps between lines on the console; metrics.jsonl has every step
     eval_every: int = 100  # steps between evaluations; 0: only at the end
@@ -82,10 +78,10 @@ class Config(TrainerOptions):
 
     def __post_init__(self):
         check_shared(self)
-        check_positive(self, "steps", "batch_size", "microbatch_size", "lr", "log_every", "max_rows",
-                       "eval_problems", "hidden_size", "layers", "heads", "kv_heads")
-        check_not_negative(self, "context", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "eval_rows",
-                           "max_new_tokens", "epochs", "patience", "train_rows")
+        check_positive(self, "steps", "batch_size", "microbatch_size", "log_every", "max_rows", "eval_problems",
+                       "hidden_size", "layers", "heads", "kv_heads")
+        check_not_negative(self, "context", "eval_every", "eval_rows", "max_new_tokens", "epochs", "patience",
+                           "train_rows")
         if self.lora_rank and not self.init:
             raise UserError("--lora-rank adds to the weights of a checkpoint: give its folder with --init")
         if self.pack and self.task != "jsonl":

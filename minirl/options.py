@@ -39,6 +39,16 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True)
+class OptimizerOptions:
+    # optimisation
+    lr: float = 1e-3  # peak learning rate
+    warmup_steps: int = 10  # steps of linear warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
+
+
+@dataclass(frozen=True)
 class LayoutOptions:
     # parallelism
     dp: int = 0  # replicas, each with its share of the rows; 0: what the other axes leave of the ranks
@@ -55,7 +65,7 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True)
-class TrainerOptions(LayoutOptions, AdapterOptions, RunOptions):
+class TrainerOptions(LayoutOptions, OptimizerOptions, AdapterOptions, RunOptions):
     """Of all four trainers."""
 
 
@@ -84,11 +94,6 @@ class RLOptions:
     epochs: int = 1  # passes over each rollout
     minibatches: int = 4  # optimizer updates a pass
     microbatch_size: int = 512  # rows a forward pass
-    lr: float = 1e-3  # peak learning rate
-    warmup_steps: int = 10  # rollouts of linear warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
-    weight_decay: float = 0.0  # pulls matrices to zero, decoupled from the gradient
-    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: never
     # evaluation
     eval_every: int = 20  # steps between evaluations; 0: only before and after
     eval_problems: int = 500  # held-out problems, answered greedily
@@ -100,8 +105,8 @@ def check_shared(config) -> None:
         raise UserError("--run-dir is empty: name a folder")
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}: it must lie between 0 and 2^63 - 1")
-    check_positive(config, "save_every", "keep", "lora_alpha", "timeout")
-    check_not_negative(config, "lora_rank")
+    check_positive(config, "save_every", "keep", "lora_alpha", "timeout", "lr")
+    check_not_negative(config, "lora_rank", "warmup_steps", "weight_decay", "max_grad_norm")
     if config.qlora and not config.lora_rank and not is_adapter(config.init):
         raise UserError("--qlora freezes the weights: say what is trained with --lora-rank")
     if config.zero_overlap and config.zero != 3:
@@ -112,8 +117,8 @@ def check_rl(config) -> None:
     """`check_shared`, and the same for RLOptions."""
     check_shared(config)
     check_positive(config, "prompts_per_step", "temperature", "steps", "epochs", "minibatches", "microbatch_size",
-                   "max_rows", "lr", "eval_problems", "cold_start_steps")
-    check_not_negative(config, "max_new_tokens", "warmup_steps", "weight_decay", "max_grad_norm", "eval_every")
+                   "max_rows", "eval_problems", "cold_start_steps")
+    check_not_negative(config, "max_new_tokens", "eval_every")
     if config.prompts_per_step * config.group_size % config.minibatches:
         raise UserError(f"--minibatches {config.minibatches} does not divide the {config.prompts_per_step} x "
                         f"{config.group_size} rows of a rollout")

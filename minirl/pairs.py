@@ -17,13 +17,13 @@ from minirl.env.base import Env
 from minirl.env.loop import collect
 from minirl.learner import Learner
 from minirl.logprobs import Output, rollout_logprobs
-from minirl.losses import kl_estimate, loss_total, row_sum, sequence_logprobs
+from minirl.losses import aggregate, kl_estimate, loss_total, row_sum, sequence_logprobs, sft_loss
 from minirl.model import Transformer
 from minirl.parallel import Mesh, all_reduce_sum
 from minirl.parallel.context import gather_rollouts
 from minirl.parallel.data import reduce_stats
 from minirl.parallel.zero import gathered
-from minirl.preference_losses import Options, Preference, preference_stats
+from minirl.preference_losses import Options, Preference, preference_loss, preference_stats
 from minirl.reward_model import reward_loss, reward_stats, score_inputs, score_rows
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
@@ -63,6 +63,23 @@ def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh, centring: flo
     margin = torch.sub(*split(mb.rewards)) if margins else 0.0
     loss = reward_loss(chosen, rejected, margin, centring).sum() / total / mesh.cp  # ranks of cp have the whole sums
     return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
+
+
+def policy_pair_loss(out: Output, mb: Rollout, kind: str, row: Preference, options: Options, nll_coef: float,
+                     total: Tensor, total_tokens: Tensor, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+    """This microbatch's share of a policy's loss over `total` pairs, and what to log: a loss_fn.
+
+    kind, row, options : the loss of `preference_loss`; `mb` has ref_logprobs if the row has a reference
+    nll_coef           : weight of the chosen answers' negative log-likelihood, a mean over their `total_tokens`
+    """
+    chosen, rejected = answers(out.logprobs, mb, row, mesh)
+    ref = answers(mb.ref_logprobs, mb, row, mesh) if row.reference else (None, None)
+    losses = preference_loss(kind, chosen, rejected, *ref, **options._asdict())
+    loss = losses.sum() / total / mesh.cp  # ranks of cp have the whole sums
+    if nll_coef:
+        nll = aggregate(sft_loss(out.logprobs[0::2]), mb.action_mask[0::2], "token", total_tokens)
+        loss = loss + nll_coef * nll
+    return loss, preference_stats(chosen, rejected, *ref, options.beta) | {"rows_length": mb.lengths.sum()}
 
 
 def pair_update(learner: Learner, pairs: Rollout, microbatch_size: int, lr: float) -> dict[str, float] | None:
