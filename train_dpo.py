@@ -60,11 +60,16 @@ from minirl.pairs import (
 )
 from minirl.parallel import Mesh, StopSignal, close_mesh, pick_dtype
 from minirl.preference_losses import PreferenceOptions, objective
-from minirl.reward_model import reward_model_of, score_inputs
+from minirl.reward_model import pair_inputs, reward_model_of
 from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
 from minirl.tokenizer import Tokenizer
 from train_sft import cold_start
+
+DEFAULTS = dict(pairs_per_problem=(1, 4), epochs=(8.0, 4.0), lr=(5e-4, 1e-3))  # of a policy, of a reward model
+# A reward model without --init has layers of its own: to check a sum is to make it, and then to compare. On the layers
+# of the model that answered, and is wrong about most, it learns the pairs by heart.
+BACKBONE_ACCURACY = 0.99  # of the held-out problems; then it has learnt enough
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,18 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
     cold_start_accuracy: float = 0.41  # the cold start ends early at this accuracy
     # optimisation
     steps: int = 0  # optimizer updates; 0: what --epochs make
-    epochs: float = 8.0  # passes over the pairs
+    epochs: float | None = None  # passes over the pairs; none: 8, 4 for a reward model
     batch_size: int = 64  # pairs an update, over all ranks
     microbatch_size: int = 64  # pairs a forward pass
-    lr: float = 5e-4  # peak learning rate
+    lr: float | None = None  # peak learning rate; none: 5e-4, 1e-3 for a reward model
     # logging and evaluation
     log_every: int = 10  # steps between lines on the console; metrics.jsonl has every step
     eval_every: int = 50  # steps between evaluations; 0: only before and after
 
     def __post_init__(self):
+        for name, (of_policy, of_reward_model) in DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, of_reward_model if self.loss == "reward" else of_policy)
         check_shared(self)
         check_pairs(self)
         objective(self)
@@ -119,9 +127,17 @@ def main(config: Config) -> Path | None:
     data = ready_pairs(config, start_folder, tokenizer)  # looked at here, since a cold start takes minutes
 
     # ---- policy
-    init = start_folder or config.init or cold_start(config, mesh.is_main)
+    init = backbone = start_folder or config.init  # the model that answers; that whose layers a reward model has
+    if scoring and config.backbone_layers and not backbone:
+        backbone = cold_start(config, mesh.is_main, "backbone", layers=config.backbone_layers, schedule="cosine",
+                              until_accuracy=BACKBONE_ACCURACY, eval_every=50)
+        if backbone is None:
+            return None  # stopped during a cold start, which --resume goes on with
+        init = backbone if data else ""  # with pairs at hand, nobody has to answer
+    init = init or cold_start(config, mesh.is_main)
     if init is None:
-        return None  # stopped during the cold start, which --resume goes on with
+        return None
+    backbone = backbone or init
     policy = open_start(init, tokenizer, dtype, config, mesh, scores=scoring and start_folder is not None)
     context = policy.config.context
     policy = prepare(policy, config, mesh, None if start_folder else init)
@@ -140,7 +156,7 @@ def main(config: Config) -> Path | None:
     # ---- optimizer, of the policy, or of its layers under the head of a reward model
     if scoring and start_folder is None:
         generator = torch.Generator().manual_seed(config.seed)
-        policy = prepare(reward_model_of(load_model(init, dtype, mesh.device), generator), config, mesh, init)
+        policy = prepare(reward_model_of(load_model(backbone, dtype, mesh.device), generator), config, mesh, backbone)
     learner = Learner(policy, mesh, config.lr, config.max_grad_norm, weight_decay=config.weight_decay)
     steps = config.steps or ceil(round(config.epochs * data.size() / config.batch_size, 6))
     if mesh.is_main and config.warmup_steps >= steps:
@@ -193,7 +209,7 @@ def main(config: Config) -> Path | None:
         # (3) the gradient of the loss, clipped, and a step of AdamW
         total, total_tokens = (loss_total(mode, batch.action_mask[0::2], mesh) for mode in ("sequence", "token"))
         if scoring:
-            rows = score_inputs(batch)
+            rows = pair_inputs(batch, config.prefixes)
             loss_fn = partial(pair_loss, total=total, mesh=mesh, centring=config.centring, margins=config.margins)
         else:
             rows = batch

@@ -210,22 +210,25 @@ def main(config: Config) -> Path | None:
     return Path(config.run_dir) / f"step_{best['step'] or last}"
 
 
-def cold_start(config, is_main: bool) -> Path | None:
+def cold_start(config, is_main: bool, name: str = "cold_start", **options) -> Path | None:
     """A policy that succeeds now and then: what RL makes likelier, and a pair is made of. DeepSeek-R1 began so too.
 
     A short SFT run in run_dir/cold_start, ended as soon as it solves `cold_start_accuracy` of the held-out problems.
 
-    config  : that of train_grpo.py, train_ppo.py or train_dpo.py
-    returns : the folder of its last checkpoint; None: the run was stopped
+    config        : that of train_grpo.py, train_ppo.py or train_dpo.py
+    name, options : of another run than this one, and what is different there
+    returns       : the folder of its last checkpoint; None: the run was stopped
     """
-    folder = Path(config.run_dir) / "cold_start"
+    folder = Path(config.run_dir) / name
+    options = dict(steps=config.cold_start_steps, schedule="constant", eval_every=5,
+                   until_accuracy=config.cold_start_accuracy) | options
     if is_main:
-        print(f"cold start: SFT on the expert's answers until {config.cold_start_accuracy:.0%} are right, in {folder}")
+        print(f"{name.replace('_', ' ')}: SFT on the expert's answers until {options['until_accuracy']:.0%} are right, "
+              f"in {folder}")
     same = ("seed", "device", "dtype", "impl", "task", "data", "eval_data", "drop_long_rows", "difficulty",
             "eval_problems", "max_new_tokens", "max_rows", *(option.name for option in fields(LayoutOptions)))
-    return main(Config(
-        run_dir=str(folder), resume=config.resume, steps=config.cold_start_steps, schedule="constant", eval_every=5,
-        eval_rows=0, until_accuracy=config.cold_start_accuracy, **{name: getattr(config, name) for name in same}))
+    return main(Config(run_dir=str(folder), resume=config.resume, eval_rows=0, **options,
+                       **{option: getattr(config, option) for option in same}))
 
 
 if __name__ == "__main__":

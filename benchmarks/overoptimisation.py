@@ -29,8 +29,9 @@ SHOWN = {"addition": (1, 10, 20, 30, 40, 60, 80), "calculator": (1, 3, 5, 10, 20
 ONCE = dict(save_every=20, keep=1)
 BASE = {"addition": ONCE | dict(until_accuracy=0.41, schedule="constant", eval_every=5, eval_rows=0),
         "calculator": ONCE | dict(steps=300, schedule="constant", eval_every=0, eval_rows=0)}
-REWARD = {"addition": ONCE | dict(loss="reward", problems=8192, epochs=4.0, eval_every=0),
-          "calculator": ONCE | dict(loss="reward", problems=1000, epochs=6.0, eval_every=0)}
+OF_ENDS = ONCE | dict(loss="reward", eval_every=0, lr=5e-4, pairs_per_problem=1, prefixes=False)
+REWARD = {"addition": OF_ENDS | dict(problems=8192, epochs=4.0),
+          "calculator": OF_ENDS | dict(problems=1000, epochs=6.0)}
 PPO = ONCE | dict(prompts_per_step=64, group_size=4, schedule="constant", lr=5e-4, eval_every=0)
 WAYS = {
     "free": dict(kl_coef=0.0),

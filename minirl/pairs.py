@@ -55,13 +55,19 @@ def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh, centring: flo
               margins: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """This microbatch's share of a reward model's loss over `total` pairs, and what to log: a loss_fn.
 
-    mb       : `score_inputs` of the pairs
+    mb       : `pair_inputs`
     centring : of `reward_loss`
     margins  : the scores of a pair must differ by as much as its rewards
     """
     chosen, rejected = split(row_sum(out.values, mb.action_mask, mesh.cp_group))
-    margin = torch.sub(*split(mb.rewards)) if margins else 0.0
-    loss = reward_loss(chosen, rejected, margin, centring).sum() / total / mesh.cp  # ranks of cp have the whole sums
+    margin = torch.sub(*split(mb.rewards)) if margins else torch.zeros_like(chosen)
+    losses = reward_loss(chosen, rejected, margin, centring)
+    if mb.weights is not None:  # of the comparisons on the way; the rest is that of the whole answers
+        weights = mb.weights[0::2]
+        before = reward_loss(*split(out.values), margin[:, None], centring) * weights
+        share, before = (row_sum(x, weights > 0, mesh.cp_group) for x in (weights, before))
+        losses = (1 - share) * losses + before
+    loss = losses.sum() / total / mesh.cp  # ranks of cp have the whole sums
     return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
 
 

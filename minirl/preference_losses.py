@@ -48,7 +48,10 @@ class PreferenceOptions:
                                   # row's own
     reference: Literal["start", "uniform"] = "start"  # the model before the first update, or all answers alike
     precompute_ref: bool = False  # ask the reference about all pairs once, then let its memory go
+    backbone_layers: int = 4  # reward, without --init: blocks of the model that it begins as, which imitates the expert
+                              # in --cold-start-steps; 0: it begins as the model that answered
     centring: float = 0.01  # reward: keeps the mean score of a pair at 0
+    prefixes: bool = True  # reward: compare what both answers were worth after each token, too
     margins: bool = False  # reward: a pair's scores must differ by as much as its rewards
 
 
@@ -237,9 +240,16 @@ def resolve(kind: str, beta: float | None = None, label_smoothing: float | None 
 
 
 def objective(config: PreferenceOptions) -> tuple[Preference | None, Options | None, float]:
-    """(row, its options, weight of the chosen answers' likelihood) that a config asks for; a reward model has none."""
+    """(row, its options, weight of the chosen answers' likelihood) that a config asks for; a reward model has none.
+
+    UserError: an option that the loss does not have
+    """
     if config.loss == "reward":
+        if given := [name for name in ("label_smoothing", "gamma") if getattr(config, name)]:
+            raise UserError(f"--{given[0].replace('_', '-')} has no effect on --loss reward: leave it out")
         return None, None, 0.0
+    if config.margins:
+        raise UserError(f"--margins is for --loss reward, not {config.loss}: leave it out")
     row, options = resolve(config.loss, config.beta, config.label_smoothing, config.gamma)
     row = row if config.logprobs == "auto" else row._replace(reduce=config.logprobs)
     return row, options, row.nll if config.nll_coef is None else config.nll_coef

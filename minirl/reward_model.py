@@ -143,6 +143,25 @@ def score_inputs(rollout: Rollout) -> Rollout:
                            lengths=rollout.lengths + 1)
 
 
+def pair_inputs(pairs: Rollout, prefixes: bool = False) -> Rollout:
+    """`score_inputs` of rows in pairs, to learn from. `prefixes`: and what both answers were worth on the way.
+
+    Beginnings of the two are compared like the whole, in each column from where they part to where the shorter one
+    ends. `weights` are the shares of these comparisons in the loss of the pair, (2P, T): equal, and equal to what is
+    left for the whole answers. So Cobbe et al. train a verifier, on every token (arXiv:2110.14168 sec. 4.2): it learns
+    what is wrong where it is, and not from the end of an answer alone.
+    """
+    rows = score_inputs(pairs)
+    if not prefixes:
+        return rows
+    T = rows.action_mask.shape[1]
+    parted = (rows.tokens[0::2] != rows.tokens[1::2]).cumsum(1)[:, :T] > 0  # (P, T); column t has read token t
+    ends = pairs.lengths.view(-1, 2).amin(1) - 1
+    both = parted & (torch.arange(T, device=ends.device) < ends[:, None])
+    weights = both / (both.sum(1, keepdim=True) + 1)
+    return rows.replace(weights=weights.repeat_interleave(2, 0).to(torch.float32))
+
+
 @torch.no_grad()
 def score_rows(model: Transformer, rollout: Rollout, microbatch_size: int, mesh: Mesh | None = None) -> Tensor:
     """The score of each row of a rollout: (B,) float32 or wider, no gradient. Padding and neighbours change nothing."""

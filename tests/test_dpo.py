@@ -223,6 +223,7 @@ def test_what_has_no_meaning_is_refused():
 
 # ---- the trainer ----
 
+SFT_CONFIG = train_sft.Config
 TINY = dict(device="cpu", difficulty=1, problems=96, samples=8, eval_problems=24, steps=12, batch_size=8,
             microbatch_size=3, lr=3e-3, warmup_steps=2, nll_coef=None, save_every=4, keep=9, eval_every=6)
 SFT = dict(device="cpu", difficulty=1, eval_problems=8, hidden_size=32, layers=2, steps=60, batch_size=64,
@@ -380,7 +381,7 @@ def test_a_uniform_reference_says_nothing_about_either_answer(tmp_path, start):
 
 def test_a_reward_model_learns_from_the_same_pairs_and_opens_as_one(tmp_path, start):
     run = dpo(tmp_path, start, loss="reward", problems=300, steps=60, batch_size=32, microbatch_size=32,
-              eval_problems=60, margins=True)
+              eval_problems=60, pairs_per_problem=1, prefixes=False, margins=True)
     rows = numbers(run)
     assert rows[-1]["preference_accuracy"] > 0.9
     assert abs(rows[-1]["reward_chosen"] + rows[-1]["reward_rejected"]) < 1, "centred"
@@ -391,6 +392,21 @@ def test_a_reward_model_learns_from_the_same_pairs_and_opens_as_one(tmp_path, st
     assert (scores[0::2] > scores[1::2]).double().mean() == pytest.approx(rows[-1]["eval/preference_accuracy"])
 
 
+def test_a_new_reward_model_begins_as_an_expert_of_its_own(tmp_path, unbroken, monkeypatch):
+    monkeypatch.setattr(train_sft, "Config", lambda **options: SFT_CONFIG(hidden_size=16, **options))
+    run = dpo(tmp_path / "run", "", loss="reward", pairs=str(unbroken / "pairs"), steps=1, cold_start_steps=2,
+              backbone_layers=3)
+    assert len(load_reward_model(run / "step_1").layers) == 3 and (run / "backbone/step_2").is_dir()
+    assert not (run / "cold_start").exists(), "the pairs were there, and nobody had to answer"
+
+
+def test_what_is_not_given_is_that_of_a_policy_or_of_a_reward_model():
+    for loss, values in (("dpo", (1, 8.0, 5e-4)), ("reward", (4, 4.0, 1e-3))):
+        config = train_dpo.Config(loss=loss)
+        assert (config.pairs_per_problem, config.epochs, config.lr) == values
+    assert train_dpo.Config(loss="reward", lr=0.5).lr == 0.5
+
+
 # ---- bad input ----
 
 BAD = [
@@ -399,6 +415,8 @@ BAD = [
     ("--beta 0", r"beta is 0.0: it must be above 0"),
     ("--loss ipo --label-smoothing 0.1", "label_smoothing 0.1 has no effect on the loss 'ipo'"),
     ("--loss robust --label-smoothing 0.6", "label_smoothing is 0.6"),
+    ("--margins", "--margins is for --loss reward, not dpo"),
+    ("--loss reward --gamma 1", "--gamma has no effect on --loss reward"),
     ("--flip-labels 2", "--flip-labels is 2.0"),
     ("--task jsonl", "give its folder with --init"),
     ("--steps 0 --epochs 0", "say how long to train"),
@@ -435,6 +453,7 @@ BAD_ROWS = [
     ({"prompt": "1+1=", "chosen": "2"}, r"rows\.jsonl:2: chosen is a str and rejected a NoneType"),
     ({"prompt": "1+1=", "chosen": "2" * 90, "rejected": "3"}, "1 of 2 pairs do not fit the model's context.*--drop"),
     ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "big"}, r"rows\.jsonl:2: margin is 'big'"),
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": math.nan}, r"rows\.jsonl:2: margin is nan, not a"),
 ]
 
 

@@ -76,7 +76,7 @@ def test_the_prefix_of_nothing_and_of_one_that_goes_on():
     ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, "chosen is a str and rejected a list"),
     ({"prompt": "p", "completion": "a"}, "chosen is a NoneType.*columns are 'prompt', 'completion'"),
     ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "prompt is a list"),
-    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": "7"}, "score_chosen is '7', not a number"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": "7"}, "score_chosen is '7', not a finite number"),
 ])
 def test_a_row_that_is_no_pair_is_refused_by_its_place(row, message):
     with pytest.raises(UserError, match=f"^rows.jsonl:1.*{message}"):

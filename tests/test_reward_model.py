@@ -12,14 +12,16 @@ from torch.autograd import gradcheck
 
 from minirl.checkpoint import load_model, read_model_config, save_model
 from minirl.config import UserError
-from minirl.logprobs import rollout_values
+from minirl.logprobs import Output, rollout_values
 from minirl.losses import row_sum
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw
-from minirl.parallel import forward_backward, init_mesh
+from minirl.pairs import pair_loss
+from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.layout import parallelize
 from minirl.reward_model import (
     load_reward_model,
+    pair_inputs,
     reward_loss,
     reward_model_of,
     reward_stats,
@@ -90,6 +92,35 @@ def test_training_reads_the_same_score_as_scoring():
     torch.testing.assert_close(values, rollout_values(model, inputs, 6), rtol=0, atol=1e-12)
 
 
+def pairs_of(*answers: list[int]) -> Rollout:
+    """Rows behind the prompt 1, 2."""
+    tokens = [torch.tensor([1, 2, *answer]) for answer in answers]
+    tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=9)
+    ids = torch.arange(len(answers))
+    mask = torch.ones(len(answers), tokens.shape[1] - 1, dtype=torch.bool)
+    return Rollout(tokens, mask, torch.tensor([2 + len(answer) for answer in answers]), ids // 2, ids)
+
+
+def test_beginnings_are_compared_from_where_they_part_to_where_the_shorter_answer_ends():
+    """5 6 8 and 5 7 7 8 part at column 3; column 4 is the end of the first. Then 5, of which 5 8 goes on."""
+    inputs = pair_inputs(pairs_of([5, 6, 8], [5, 7, 7, 8], [5], [5, 8]), prefixes=True)
+    assert inputs.weights.tolist() == [[0, 0, 0, 0.5, 0, 0]] * 2 + [[0] * 6] * 2
+    values = torch.zeros(4, 6, dtype=f64)
+    values[:, 3] = torch.tensor([2.0, 1.0, 7.0, 0.0])  # on the way; and of the last row the end
+    values[0, 4], values[1, 5], values[2, 2] = 0.5, 0.0, 3.0  # the ends of the others
+    loss, stats = pair_loss(Output(None, None, values), inputs, torch.tensor(2.0), Mesh(), centring=0.0)
+    by_hand = (0.5 * math.log(1 + math.exp(-1)) + 0.5 * math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-3))) / 2
+    assert float(loss) == pytest.approx(by_hand, rel=1e-6) and stats["row_margin"] == 3.5, "logged is the end alone"
+
+
+def test_without_beginnings_the_loss_is_that_of_the_ends():
+    inputs = pair_inputs(pairs_of([5, 6, 8], [5, 7, 7, 8]))
+    assert inputs.weights is None
+    values = torch.arange(12.0).view(2, 6)
+    loss, _ = pair_loss(Output(None, None, values), inputs, torch.tensor(1.0), Mesh(), centring=0.0)
+    assert float(loss) == pytest.approx(float(reward_loss(values[0, 4], values[1, 5])))
+
+
 def test_nothing_is_changed_in_place():
     model, rollout = model_of(), rows()
     before = {name: tensor.clone() for name, tensor in rollout.tensors().items()}
@@ -145,8 +176,6 @@ def train_in(layout: dict) -> tuple[list[float], torch.Tensor]:
 @pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2), dict(tp=2, sequence=True), dict(pp=2), dict(cp=2),
                                     dict(dp=2, zero_stage=3)], ids=str)
 def test_every_layout_gives_the_same_scores(layout):
-    from minirl.parallel import Mesh
-
     losses, scores = train(Mesh())
     for theirs in run_ranks(train_in, 2, layout):
         assert theirs[0] == pytest.approx(losses, rel=1e-9)

@@ -119,9 +119,10 @@ def test_flags_named_in_the_docs_exist():
     commands = [importlib.import_module(".".join(file.relative_to(REPO).with_suffix("").parts))
                 for file in (REPO / "minirl").rglob("*.py") if '__name__ == "__main__"' in file.read_text()]
     commands.append(importlib.import_module("minirl.terminal"))  # of `python -m minirl.chat`
-    known = {f"--{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
+    known = {f"--{no}{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
              for options in vars(module).values() if dataclasses.is_dataclass(options)
-             for field in dataclasses.fields(options)}
+             for field in dataclasses.fields(options)
+             for no in (("", "no-") if field.type in (bool, "bool") else ("",))}
     for file in (*(module.__file__ for module in commands), *(REPO / "benchmarks").glob("*.py")):
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(file).read_text()))  # by argparse
     others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,8 @@ class PairOptions:
     problems: int = 8192  # problems that the first model answers
     eval_problems: int = 500  # held-out problems that it answers; and, greedily, the trained one
     samples: int = 8  # answers to each; the best and the worst are a pair
-    pairs_per_problem: int = 1  # most pairs of a problem: the best answer with so many of the worst
+    pairs_per_problem: int | None = None  # most pairs of a problem, the best answer with so many of the worst; none: 1,
+                                          # 4 for a reward model
     temperature: float = 1.0  # of these answers
     max_new_tokens: int = 0  # longest answer, all turns together; 0: the task's own
     max_rows: int = 4096  # rows decoded at once
@@ -137,8 +139,8 @@ def common_prefix(chosen: str | list, rejected: str | list) -> int:
 def read_scores(row: dict[str, Any], place: str) -> tuple[float, float] | None:
     """The scores of chosen and rejected in a row of data, or a margin as (margin, 0.0); None: there are none."""
     given = {name: row[name] for name in ("margin", "score_chosen", "score_rejected") if row.get(name) is not None}
-    if strange := [name for name, value in given.items() if type(value) not in (int, float)]:
-        raise UserError(f"{place}: {strange[0]} is {given[strange[0]]!r:.40}, not a number")
+    if strange := [name for name, value in given.items() if type(value) not in (int, float) or not isfinite(value)]:
+        raise UserError(f"{place}: {strange[0]} is {given[strange[0]]!r:.40}, not a finite number")
     if "margin" in given:
         return float(given["margin"]), 0.0
     return (float(given["score_chosen"]), float(given["score_rejected"])) if len(given) == 2 else None
