@@ -229,7 +229,7 @@ def test_nobody_else_takes_a_log_softmax():
     found = [str(path.relative_to(root)) for path in files if other_words.search(path.read_text())]
     assert not found
     normalised = {str(path.relative_to(root)) for path in files if "logsumexp" in path.read_text()}
-    assert normalised <= {"minirl/demo.py", "minirl/parallel/context.py", "minirl/plan.py"}
+    assert normalised <= {"minirl/demo.py", "minirl/parallel/context.py", "minirl/costs.py"}
 
 
 # ------------------------------------------------------------------ the vocabulary in shards
