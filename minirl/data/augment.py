@@ -101,6 +101,7 @@ def number_names(row: dict[str, Any]) -> dict[str, Any]:
         return names.get(name, name), {keys.get(name, {}).get(key, key): value for key, value in arguments.items()}
 
     def renamed(message: dict[str, Any]) -> dict[str, Any]:
+        """The message, its calls under their new names."""
         if not message.get("tool_calls"):
             return message
         calls = []
