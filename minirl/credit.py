@@ -48,29 +48,44 @@ def gtpo_advantages(correct: Tensor, entropy: Tensor, mask: Tensor, group: Tenso
                     bonus: float = 0.1) -> Tensor:
     """(B, S): tokens of high entropy gain in right answers and lose less in wrong ones. GTPO, arXiv:2508.04349.
 
-    entropy : (B, S) nats, at sampling time. With d_t the right (wrong) answers of the group that have a token t,
-    right   base + bonus d_t H_t / sum H_t over those;  wrong   -base - bonus d_t (1 / H_t) / sum (1 / H_t)
-    Then all tokens of right answers of a group get mean 0 and std 1, and so do those of wrong ones, apart.
+    All tokens of right answers of a group get mean 0 and std 1, of what `gtpo_rewards` pays them, and so do those of
+    wrong ones, apart.
 
     That is what the code we know does, and it says it follows eq. 3, 5, 6, 7; the paper's text we have not seen. Mind
     the consequence: the mean token of a right answer has advantage 0, a sure one a negative advantage.
     """
     _, index = group.unique(return_inverse=True)
+    paid = gtpo_rewards(correct, entropy, mask, group, base, bonus)
+    total = torch.zeros_like(paid)
+    for side in (correct, ~correct):
+        own = mask & side[:, None]
+        n = sum_within(own.sum(1).to(paid.dtype), index).clamp(min=1)[:, None]
+        mean = sum_within(row_sum(paid, own), index)[:, None] / n
+        deviation = torch.where(own, paid - mean, 0.0)
+        std = (sum_within(deviation.square().sum(1), index)[:, None] / n).sqrt()
+        total = total + torch.where(std > 1e-8, deviation / std.clamp(min=1e-8), 0.0)
+    return total
+
+
+@torch.no_grad()
+def gtpo_rewards(correct: Tensor, entropy: Tensor, mask: Tensor, group: Tensor, base: float = 1.0,
+                 bonus: float = 0.1) -> Tensor:
+    """(B, S): what GTPO pays each token, before any mean is taken off; 0 outside the mask.
+
+    entropy : (B, S) nats, at sampling time. With d_t the right (wrong) answers of the group that have a token t,
+    right   base + bonus d_t H_t / sum H_t over those;  wrong   -base - bonus d_t (1 / H_t) / sum (1 / H_t)
+    """
+    _, index = group.unique(return_inverse=True)
     place = (mask.cumsum(1) - 1).clamp(min=0)  # the action's number in its row, so that prompts may differ in length
-    total = torch.zeros_like(entropy)
+    paid = torch.zeros_like(entropy)
     for side, sign in ((correct, 1.0), (~correct, -1.0)):
         own = mask & side[:, None]
         value = torch.where(own, entropy if sign > 0 else 1 / entropy.clamp(min=1e-6), 0.0)
         by_place = torch.zeros_like(value).scatter_add(1, place, value)
         alive = torch.zeros_like(value).scatter_add(1, place, own.to(value.dtype))
         sums, counts = (sum_within(x, index).gather(1, place) for x in (by_place, alive))
-        shaped = torch.where(own, sign * (base + bonus * counts * value / sums.clamp(min=1e-30)), 0.0)
-        n = sum_within(own.sum(1).to(value.dtype), index).clamp(min=1)[:, None]
-        mean = sum_within(shaped.sum(1), index)[:, None] / n
-        deviation = torch.where(own, shaped - mean, 0.0)
-        std = (sum_within(deviation.square().sum(1), index)[:, None] / n).sqrt()
-        total = total + torch.where(std > 1e-8, deviation / std.clamp(min=1e-8), 0.0)
-    return total
+        paid = torch.where(own, sign * (base + bonus * counts * value / sums.clamp(min=1e-30)), paid)
+    return paid
 
 
 @torch.no_grad()

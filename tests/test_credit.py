@@ -12,6 +12,7 @@ from minirl.credit import (
     amplify,
     grpo_s_rewards,
     gtpo_advantages,
+    gtpo_rewards,
     listwise_advantages,
     min_form,
     pure_advantages,
@@ -34,7 +35,8 @@ def test_ucpo_gives_rare_right_answers_more_and_all_together_the_same():
     rewards, group = torch.tensor([1.0, 1, 1, 0]).double(), torch.zeros(4).long()
     base = group_advantages(rewards, group, ddof=1)
     logp = torch.tensor([0.5, 0.3, 0.2, 0.9]).double().log() - 5  # q is their softmax: a constant does not matter
-    got = ucpo_advantages(base, rewards > 0, logp, group, 0.2)
+    assert base[:, 0].tolist() == [0.5, 0.5, 0.5, -1.5]
+    got = ucpo_advantages(base, rewards > 0, logp, group)
     assert_close(got, column([0.458065, 0.496774, 0.545161, -1.5]), atol=1e-6, rtol=0)
     assert got[:3].sum().item() == pytest.approx(1.5)
     assert_close(got[:3, 0] / 1.5, column([0.305376, 0.331183, 0.363441])[:, 0], atol=1e-6, rtol=0)
@@ -46,6 +48,13 @@ def test_ucpo_needs_two_right_answers_in_the_same_group():
     base = column([1.0, -1, 1, -1, 0, 0])
     logp = torch.tensor([-1.0, -9, -3, -9, -1, -2]).double()
     assert torch.equal(ucpo_advantages(base, correct, logp, group), base)
+
+
+def test_ucpo_gives_no_more_than_its_share_to_an_answer_of_no_probability():
+    logp = torch.tensor([0.0, 0.0, -1000.0]).double()  # q is taken for 1e-6
+    got = ucpo_advantages(column([1.0, 1, 1]), torch.tensor([T] * 3), logp, torch.zeros(3).long())[:, 0]
+    rare = 0.2 * 3 / (1e6 + 4)
+    assert got.tolist() == pytest.approx([0.8 + 2 * rare, 0.8 + 2 * rare, 0.8 + 1e6 * rare])
 
 
 def test_ucpo_is_the_gradient_of_its_objective():
@@ -67,10 +76,27 @@ def test_ucpo_is_the_gradient_of_its_objective():
 
 # ---- entropy ----
 
-def gtpo(correct, entropy, mask, group=None, **options):
+def gtpo(correct, entropy, mask, group=None, function=gtpo_advantages):
     group = [0] * len(correct) if group is None else group
-    return gtpo_advantages(torch.tensor(correct), torch.tensor(entropy).double(), torch.tensor(mask),
-                           torch.tensor(group), **options)
+    return function(torch.tensor(correct), torch.tensor(entropy).double(), torch.tensor(mask), torch.tensor(group))
+
+
+def test_gtpo_pays_right_tokens_more_and_wrong_ones_less_where_entropy_is_high():
+    right = gtpo([T, T], [[1.0, 3], [3, 99]], [[T, T], [T, F]], function=gtpo_rewards)
+    assert_close(right, torch.tensor([[1.05, 1.1], [1.15, 0]]).double())
+    wrong = gtpo([F, F], [[0.5], [2.0]], [[T], [T]], function=gtpo_rewards)
+    assert_close(wrong, torch.tensor([[-1.16], [-1.04]]).double())
+    both = gtpo([T, F, T, F], [[1.0, 3], [0.5, 7], [3, 99], [2, 7]], [[T, T], [T, F], [T, F], [T, F]],
+                function=gtpo_rewards)
+    assert_close(both[[0, 2]], right)
+    assert_close(both[[1, 3], :1], wrong)
+
+
+def test_gtpo_blames_the_sure_tokens_of_right_answers():
+    """Right answers without a wrong one beside them: paid 1 or more for each token, and yet on average nothing."""
+    entropy = [[0.1, 0.2, 2.0], [1.5, 1.0, 0.3]]
+    got = gtpo([T, T], entropy, [[T] * 3] * 2)
+    assert got.mean().abs() < 1e-12 and got[0, 0] < 0 < got[0, 2] and got[1, 2] < 0 < got[1, 0]
 
 
 def test_gtpo_normalises_right_and_wrong_tokens_apart():
