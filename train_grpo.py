@@ -154,7 +154,7 @@ def main(config: Config) -> Path | None:
             total = loss_total(mode, mask, mesh, minibatch.group, config.constant_length or max_new_tokens)
 
             def loss_fn(out: Output, mb: Rollout, mode=mode, total=total):
-                per_token, clipped = recipe_loss(out.logprobs, mb, config, mesh.cp_group)
+                per_token, clipped = recipe_loss(out.logprobs, mb, config, mesh.cp_group, out.entropy)
                 loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
                                           mb.action_mask, config.eps_low, config.eps_high, clipped)

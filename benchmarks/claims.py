@@ -189,11 +189,12 @@ def train(policy: Transformer, task: Task, options: Options, staleness: int, noi
                                options.constant_length or task.max_new_tokens)
 
             def loss_fn(out, mb: Rollout, total=total):
-                loss, bound = recipe_loss(out.logprobs, mb, options)
+                loss, bound = recipe_loss(out.logprobs, mb, options, entropy=out.entropy)
                 return (aggregate(loss, mb.action_mask, options.aggregate, total, mb.prompt_tokens, mb.row_tokens),
                         {"clipped": (bound & mb.action_mask).sum(), "tokens": mb.action_mask.sum()})
 
-            stats = forward_backward(policy, [minibatch], loss_fn, mesh, by_token=by_token(options))
+            stats = forward_backward(policy, [minibatch], loss_fn, mesh, entropy=options.entropy_coef > 0,
+                                     by_token=by_token(options))
             clip_gradients(policy.parameters(), 1.0, mesh)
             optimizer.step()
             optimizer.zero_grad()

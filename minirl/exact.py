@@ -9,7 +9,7 @@ that every answer can be listed, and every group of answers. It writes up to two
 So the expected update of a recipe is a finite sum, each group's gradient times its probability, and is compared with
 the gradient of the expected reward, which is a finite sum as well. A recipe is called through the code that trains:
 `make_advantages`, `leave_out`, `weigh`, `recipe_loss`, `aggregate`. The old policy is the policy, as in the first
-update on a rollout.
+update on a rollout. A bonus for entropy is another goal than the reward, and left out.
 
     scale     expected update = scale x gradient + rest; Adam does not care about it
     cosine    between the two: 1, the update points where the reward grows fastest

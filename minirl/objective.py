@@ -4,7 +4,7 @@
     rollout = rollout.replace(advantages=make_advantages(rollout, config, limit))
     rollout = leave_out(rollout, config)                          filters
     minibatch = weigh(minibatch, config, seed)                    of each update: the weights of its tokens
-    loss, clipped = recipe_loss(logprobs, minibatch, config)      of each token, unreduced
+    loss, clipped = recipe_loss(logprobs, minibatch, config, ...) of each token, unreduced
 
 In the order in which a step of `train_grpo.py` needs them. Each function asks a few columns and calls what stands in a
 page of its own, so that a new column is an argument here and a formula there.
@@ -223,11 +223,12 @@ def token_noise(minibatch: Rollout, seed: int) -> Tensor:
     return uniform(seed, minibatch.sample_ids[:, None], columns)
 
 
-def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
-                cp_group: Group | None = None) -> tuple[Tensor, Tensor]:
+def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions, cp_group: Group | None = None,
+                entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(loss of each token, unreduced; where a bound takes its gradient away): (B, S) both.
 
     logprobs : (B, S) nats, with gradient; `mb` has the rest, cut to the same rows and columns
+    entropy  : (B, S) nats, with gradient, of the distributions that the tokens are drawn from; None: no bonus for it
     """
     slack = 0.0 if mb.slack is None else mb.slack
     loss, clipped = policy_loss(
@@ -254,6 +255,8 @@ def recipe_loss(logprobs: Tensor, mb: Rollout, config: RecipeOptions,
         if config.kl_ratio:
             kl = kl * (1 + bounded_expm1(logprobs - mb.old_logprobs))
         loss = loss + config.kl_coef * kl
+    if config.entropy_coef and entropy is not None:
+        loss = loss - config.entropy_coef * entropy
     return loss, clipped
 
 

@@ -95,10 +95,11 @@ class RecipeOptions:
     cov: Literal["none", "kl", "clip"] | None = None  # hold, or leave out, tokens that cost the most entropy
     cov_share: float | None = None  # which share of the tokens
     cov_coef: float | None = None  # price of a nat that a held token moves
-    # KL
+    # KL and entropy
     kl_coef: float | None = None  # weight of KL(policy || reference); 0: no reference model
     kl_kind: Literal["k1", "k2", "k3"] | None = None  # its estimator
     kl_ratio: bool | None = None  # weigh it by the ratio of the token, as old samples need it
+    entropy_coef: float | None = None  # weight of the policy's entropy, a bonus
     # sum
     aggregate: Mode | None = None  # how the tokens' losses are weighed
     constant_length: int | None = None  # of "constant": divide by rows x this many tokens; 0: the longest answer
@@ -134,7 +135,7 @@ TABLE = {
         old_logprobs="sampler", mismatch="none", mismatch_low=0.0, mismatch_high=2.0, delta=False, expert_gamma=0.1,
         top_entropy=1.0,
         cov="none", cov_share=0.0002, cov_coef=1.0,
-        kl_coef=0.001, kl_kind="k3", kl_ratio=False, aggregate="token", constant_length=0,
+        kl_coef=0.001, kl_kind="k3", kl_ratio=False, entropy_coef=0.0, aggregate="token", constant_length=0,
         mask_truncated=False, mask_void=False, mask_constant=False, keep_groups=1.0, mask_shared=False),
 
     # ---- how tokens are summed, what the advantage is divided by
@@ -234,9 +235,10 @@ TABLE = {
 
     # ---- how the rows come about
     "luffy": row(
-        "2504.14945", "one row of a group is an expert's: by its unlikeliest tokens most is learnt. No clip; the bonus "
-        "for entropy, 0.001, is not here",
-        expert=True, advantage_scale="none", surrogate="unclipped", kl_coef=0.0, aggregate="constant"),
+        "2504.14945", "one row of a group is an expert's: by its unlikeliest tokens most is learnt. No clip, and a "
+        "bonus for entropy (summed as the rest, which is ours)",
+        expert=True, advantage_scale="none", surrogate="unclipped", kl_coef=0.0, entropy_coef=0.001,
+        aggregate="constant"),
     "srpo": row(
         "2605.25507", "retries from in front of the first wrong thought of a row, compared with each other alone",
         retry="srpo", mask_shared=True, surrogate="reinforce", kl_coef=0.0, aggregate="sequence"),
@@ -349,9 +351,9 @@ TABLE = {
         mask_void=True),
 
     "starpo_s": row(
-        "2504.20073", "the quarter of the groups whose rewards differ the most is trained on (its critic over turns "
-        "and its bonus for entropy are not here)",
-        keep_groups=0.25, eps_high=0.28, kl_coef=0.0),
+        "2504.20073", "the quarter of the groups whose rewards differ the most is trained on, with a bonus for entropy "
+        "(its critic over turns is not here)",
+        keep_groups=0.25, eps_high=0.28, kl_coef=0.0, entropy_coef=0.001),
 
     # ---- whole systems
     "deepswe": row(
@@ -388,10 +390,10 @@ def fill_in(config: RecipeOptions) -> None:
                         "--ucpo-tau, --amplify, --length-reward, --entropy-credit gtpo, --listwise contrast")
     if config.listwise != "none" and (config.credit != "trajectory" or config.combine == "separate"):
         raise UserError(f"--listwise {config.listwise} compares rows by one reward: leave out --credit, --combine")
-    check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "constant_length", "overlong",
-                       "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low", "cov_coef",
-                       "resample", "turn_gamma", "state_weight", "success_power", "positive", "rescue", "guide_tokens",
-                       "branch_roots", "branch_span", "branch_weight", "grow", "selective", "partial",
+    check_not_negative(config, "eps_low", "eps_high", "dual_clip", "kl_coef", "entropy_coef", "constant_length",
+                       "overlong", "repetition_coef", "ucpo_tau", "amplify", "off_policy_gap", "mismatch_low",
+                       "cov_coef", "resample", "turn_gamma", "state_weight", "success_power", "positive", "rescue",
+                       "guide_tokens", "branch_roots", "branch_span", "branch_weight", "grow", "selective", "partial",
                        "process_weight")
     check_positive(config, "expert_gamma", "selective_distance", "listwise_tau", "tau", "tau_negative",
                    "mismatch_high", "top_entropy", "cov_share", "keep_groups")

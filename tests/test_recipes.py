@@ -14,17 +14,20 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from stubs import random_policy
 from torch.testing import assert_close
 
 import train_grpo
-from minirl.advantages import group_advantages
+from minirl.advantages import constant_groups, group_advantages
 from minirl.config import UserError, cli
 from minirl.env.addition import Addition
 from minirl.env.base import SingleTurn, Step
+from minirl.env.rounds import choose_groups
 from minirl.gae import whiten
-from minirl.losses import aggregate, prompt_tokens
+from minirl.losses import aggregate, loss_total, prompt_tokens
 from minirl.metrics import read_metrics
 from minirl.objective import by_token, leave_out, make_advantages, recipe_loss, rewards_of, weigh
+from minirl.parallel import forward_backward, init_mesh
 from minirl.recipes import COLUMNS, RECIPES, TABLE, RecipeOptions, document, fill_in
 from minirl.rollout import Rollout
 
@@ -78,6 +81,44 @@ def test_every_row_has_a_source_and_an_idea_and_names_columns_that_exist():
             assert type(value) is type(TABLE["default"].options[column]), (name, column)
 
 
+SETTINGS = {  # of the papers, or of their code
+    "grpo": dict(kl_coef=0.04, kl_kind="k3", eps_low=0.2, eps_high=0.2, aggregate="sequence"),
+    "r1": dict(kl_coef=0.001, eps_low=10.0, eps_high=10.0, aggregate="sequence"),
+    "dr_grpo": dict(advantage_scale="none", aggregate="constant", kl_coef=0.0),
+    "dapo": dict(eps_low=0.2, eps_high=0.28, aggregate="token", kl_coef=0.0, overlong=4096 / 20480),
+    "sar": dict(sar_coef=0.2),
+    "ucpo": dict(ucpo_tau=0.2, std_ddof=1, eps_low=0.2, eps_high=0.2, aggregate="token", kl_coef=0.0),
+    "delta": dict(delta=True, kl_coef=0.0, resample=0),
+    "srpo": dict(std_ddof=0, surrogate="reinforce", aggregate="sequence", locate="ask"),
+    "rrpo": dict(std_ddof=0, surrogate="reinforce", aggregate="sequence", locate="random"),
+    "deepswe": dict(eps_high=0.28, kl_coef=0.0, advantage_scale="none", baseline="leave-one-out", entropy_coef=0.0,
+                    aggregate="constant", mask_truncated=True),
+    "gspo": dict(eps_low=3e-4, eps_high=4e-4, kl_coef=0.0, aggregate="sequence"),
+    "gspo_token": dict(eps_low=3e-4, eps_high=4e-4, kl_coef=0.0, aggregate="sequence"),
+    "r3l": dict(amplify=3.0, advantage_scale="none", surrogate="reinforce", aggregate="token"),
+    "tis": dict(mismatch_high=2.0),
+    "icepop": dict(mismatch_low=0.5, mismatch_high=5.0),
+    "gigpo": dict(turn_gamma=0.95, state_weight=1.0),
+    "cispo": dict(eps_low=1.0, eps_high=0.28, aggregate="token"),  # no lower bound
+    "scalerl": dict(eps_low=1.0, eps_high=4.0),  # cap 5
+    "tree_grpo": dict(branch_roots=2, std_ddof=1, kl_coef=0.001),
+    "kl_cov": dict(cov_share=2e-4, cov_coef=1.0, surrogate="unclipped"),
+    "clip_cov": dict(cov_share=2e-4, eps_low=0.2, eps_high=0.2),
+    "starpo_s": dict(keep_groups=0.25, eps_low=0.2, eps_high=0.28, kl_coef=0.0, entropy_coef=0.001),
+    "arpo": dict(branch_span=20, branch_weight=0.2, branch_roots=0),  # 0: half of the rows
+    "gmpo": dict(eps_low=0.4, eps_high=0.4),
+    "sapo": dict(tau=1.0, tau_negative=1.05),
+    "luffy": dict(expert_gamma=0.1, advantage_scale="none", aggregate="constant", kl_coef=0.0, entropy_coef=0.001),
+    "two_sided": dict(dual_clip=4.0),
+    "top_entropy": dict(top_entropy=0.2),
+}
+
+
+@pytest.mark.parametrize("recipe", SETTINGS)
+def test_a_row_has_the_settings_of_its_paper(recipe):
+    assert {name: RECIPES[recipe][name] for name in SETTINGS[recipe]} == SETTINGS[recipe]
+
+
 def test_a_flag_overrides_a_row_also_with_the_value_of_the_default():
     config = cli(train_grpo.Config, ["--recipe", "dapo", "--eps-high", "0.2", "--kl-coef", "0.01"])
     assert (config.eps_high, config.kl_coef) == (0.2, 0.01)
@@ -90,6 +131,7 @@ def test_what_cannot_be_is_refused_in_one_line():
     for options, text in ((dict(recipe="rolo"), "did you mean rloo"), (dict(recipe="qqqq"), "there are default, grpo"),
                           (dict(recipe="kimi", ratio="token"), "use product"), (dict(eps_low=-1.0), "--eps-low"),
                           (dict(tau=0.0), "--tau"), (dict(dual_clip=1.1), "--dual-clip"),
+                          (dict(entropy_coef=-0.1), "--entropy-coef"),
                           (dict(mismatch="tis"), "--old-logprobs trainer"), (dict(top_entropy=1.5), "--top-entropy")):
         with pytest.raises(UserError, match=text) as error:
             Options(**options)
@@ -143,9 +185,9 @@ def test_gdpo_can_tell_which_reward_was_earned():
     rewards = torch.tensor([1.0, 0, 0, 0]).double(), torch.tensor([0.0, 0, 1, 1]).double()
     group, ones = torch.zeros(4).long(), torch.ones(4, 1, dtype=torch.bool)
     apart = sum(group_advantages(reward, group, ddof=1) for reward in rewards)
-    assert whiten(apart, ones)[:, 0].tolist() == pytest.approx([0.796225, -1.715627, 0.459701, 0.459701], abs=1e-4)
-    together = group_advantages(sum(rewards), group, ddof=1)[:, 0]
-    assert together.tolist() == pytest.approx([0.5, -1.5, 0.5, 0.5])
+    assert whiten(apart, ones)[:, 0].tolist() == pytest.approx([0.796225, -1.715627, 0.459701, 0.459701], abs=1e-6)
+    together = group_advantages(sum(rewards), group)[:, 0]
+    assert together.tolist() == pytest.approx([0.577350, -1.732051, 0.577350, 0.577350], abs=1e-6)
 
 
 def test_gdpo_makes_an_advantage_of_each_reward():
@@ -191,6 +233,19 @@ def test_trl_normalizes_each_reward_by_itself_likewise(shared):
 
 # ---- filters ----
 
+def test_no_filter_takes_a_penalty_for_length_for_a_difference():
+    """All wrong, all right, one of two right; what is left after the penalty differs in each of the groups."""
+    rollout = rollout_of([0.0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 2, 2], lengths=[2, 4] * 3)
+    options = Options("dapo", overlong=0.5, mask_constant=True)
+    shaped = sum(weight * reward for weight, reward in rewards_of(rollout, options, 4))
+    assert shaped.tolist() == [0, -1, 1, 0, 1, -1]
+    assert constant_groups(rollout.rewards, rollout.group).tolist() == [True, True, False]
+    rollout = rollout.replace(advantages=make_advantages(rollout, options, 4))
+    chosen, complete = choose_groups(rollout.rewards, rollout.group, 2)
+    assert 2 in chosen and not complete
+    assert leave_out(rollout, options).action_mask.any(1).tolist() == [False] * 4 + [True] * 2
+
+
 def test_deepswe_compares_with_cut_answers_and_does_not_train_on_them():
     rollout = rollout_of([1.0, 0, 0, 0], [0] * 4, finished=[True, True, False, True])
     options = Options("deepswe")
@@ -230,6 +285,64 @@ def test_the_kl_term_can_be_weighed_by_the_ratio():
     for ratio, want in ((False, k3), (True, k3 * 2.718281828459045**0.2)):
         loss, _ = recipe_loss(now, rollout, Options(kl_coef=0.1, kl_ratio=ratio))
         assert loss[0, 0].item() == pytest.approx(0.1 * want)
+
+
+@pytest.mark.parametrize(("ratio", "value", "gradient"), [(True, 0.082283, 0.17793), (False, 0.103299, 0.27619)])
+def test_off_policy_the_kl_term_needs_the_ratio(ratio, value, gradient):
+    """Samples of [.5, .5], the policy is [.7, .3], the reference uniform: only with the ratio k3 is the KL on average,
+    and has its gradient."""
+    logits = torch.tensor([0.7, 0.3]).double().log().requires_grad_()
+    rollout = rollout_of([1.0, 0], [0, 0], width=1).replace(
+        advantages=torch.zeros(2, 1).double(), old_logprobs=torch.full((2, 1), math.log(0.5)).double(),
+        ref_logprobs=torch.full((2, 1), math.log(0.5)).double())
+    loss, _ = recipe_loss(logits.log_softmax(0)[:, None], rollout, Options(kl_coef=1.0, kl_ratio=ratio))
+    assert loss.mean().item() == pytest.approx(value, abs=1e-6)  # both words are drawn alike
+    assert torch.autograd.grad(loss.mean(), logits)[0].tolist() == pytest.approx([gradient, -gradient], abs=1e-5)
+
+
+def test_a_bonus_for_entropy_by_hand():
+    """[.7, .3] has 0.610864 nats, and the gradient of a KL to the uniform distribution: down where p is large."""
+    logits = torch.tensor([0.7, 0.3]).double().log().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    rollout = rollout_of([1.0, 0], [0, 0], width=1).replace(advantages=torch.zeros(2, 1).double(),
+                                                            old_logprobs=logprobs.detach()[:, None])
+    entropy = -(logprobs.exp() * logprobs).sum()
+    for recipe in ("luffy", "starpo_s"):
+        loss, _ = recipe_loss(logprobs[:, None], rollout, Options(recipe), entropy=entropy.expand(2, 1))
+        assert loss[:, 0].tolist() == pytest.approx([-0.001 * 0.610864] * 2)
+        grad, = torch.autograd.grad(loss.mean(), logits, retain_graph=True)
+        assert grad.tolist() == pytest.approx([0.00017793, -0.00017793], abs=1e-8)
+    assert not recipe_loss(logprobs[:, None], rollout, Options("dapo"), entropy=entropy.expand(2, 1))[0].any()
+
+
+@pytest.mark.parametrize("keep", [2**22, 0], ids=["at once", "a column at a time"])
+@pytest.mark.parametrize("mode", ["token", "sequence", "constant"])
+def test_a_bonus_for_entropy_has_the_gradient_of_the_plain_formula(mode, keep, monkeypatch):
+    monkeypatch.setattr(sys.modules["minirl.logprobs"], "KEEP_LOGITS", keep)
+    monkeypatch.setattr(sys.modules["kernels.head_loss"], "HEAD_LOGITS", 1)
+    policy, g = random_policy(11), torch.Generator().manual_seed(0)
+    rollout = rollout_of([1.0, 0, 0, 1], [0, 0, 1, 1], lengths=[4, 2, 3, 1])
+    mask = rollout.action_mask
+    rollout = rollout.replace(tokens=torch.randint(11, (4, 5), generator=g),
+                              advantages=torch.randn(4, 1, generator=g, dtype=torch.float64))
+    options, pieces = Options("starpo_s", entropy_coef=0.3, aggregate=mode), []
+
+    def loss_fn(out, mb):
+        pieces.append(out.logprobs.shape[1])
+        loss, _ = recipe_loss(out.logprobs, mb, options, entropy=out.entropy)
+        total = loss_total(mode, mask, constant_length=4)
+        return aggregate(loss, mb.action_mask, mode, total, row_tokens=mb.row_tokens), {}
+
+    forward_backward(policy, [rollout], loss_fn, init_mesh("cpu"), entropy=True, by_token=by_token(options))
+    assert pieces == ([4] if keep else [1] * 4)
+    got = [p.grad.clone() for p in policy.parameters()]
+
+    logprobs = policy.logits(policy(rollout.tokens[:, :-1])).log_softmax(-1)  # (B, S, V)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    ratio = (logprobs.gather(-1, rollout.tokens[:, 1:, None])[..., 0] - rollout.old_logprobs).exp()
+    objective = torch.minimum(ratio * rollout.advantages, ratio.clamp(0.8, 1.28) * rollout.advantages) + 0.3 * entropy
+    share = {"token": mask / mask.sum(), "sequence": mask / mask.sum(1, keepdim=True) / 4, "constant": mask / 16}[mode]
+    assert_close(got, list(torch.autograd.grad(-(share * objective).sum(), list(policy.parameters()))))
 
 
 def test_weights_multiply_the_policy_loss_and_not_the_kl_term():
@@ -341,6 +454,17 @@ def test_answers_of_one_token_and_rows_that_are_all_left_out_have_finite_updates
         loss.backward()
         assert loss.isfinite() and logprobs.grad.isfinite().all()
         assert part.action_mask.any() or (loss == 0 and not logprobs.grad.any())
+
+
+def test_the_trainer_pays_for_entropy(start, tmp_path):
+    found = {}
+    for coef in (0.0, 0.5):
+        train_grpo.main(train_grpo.Config(**TINY | dict(
+            run_dir=str(tmp_path / str(coef)), init=str(start), minibatches=1, recipe="starpo_s", entropy_coef=coef)))
+        found[coef] = read_metrics(tmp_path / str(coef) / "metrics.jsonl")[-1]
+    plain, paid = found.values()
+    assert plain["entropy"] == paid["entropy"] > 0.1
+    assert paid["loss"] == pytest.approx(plain["loss"] - 0.5 * plain["entropy"])
 
 
 def raises(action):
@@ -459,11 +583,13 @@ def test_the_loss_of_some_columns_is_that_of_the_whole_where_by_token_says_so():
                               weights=torch.rand(4, 4, generator=g, dtype=torch.float64),
                               ref_logprobs=rollout.old_logprobs - 0.1, row_tokens=rollout.action_mask.sum(1))
     logprobs = rollout.old_logprobs + 0.5 * torch.randn(4, 4, generator=g, dtype=torch.float64)
+    entropy = torch.rand(4, 4, generator=g, dtype=torch.float64)
     seen = set()
     for name in RECIPES:
         config = Options(name)
-        whole = recipe_loss(logprobs, rollout, config)[0]
-        pieces = [recipe_loss(logprobs[:, c], rollout.columns(c), config)[0] for c in (slice(0, 1), slice(1, 4))]
+        whole = recipe_loss(logprobs, rollout, config, entropy=entropy)[0]
+        pieces = [recipe_loss(logprobs[:, c], rollout.columns(c), config, entropy=entropy[:, c])[0]
+                  for c in (slice(0, 1), slice(1, 4))]
         mask = rollout.action_mask
         equal = torch.allclose(torch.cat(pieces, 1)[mask], whole[mask])
         assert equal >= by_token(config), name
