@@ -52,6 +52,7 @@ def confidence(logprobs: Tensor, mask: Tensor, mean: Mean = "arithmetic") -> Ten
     """(B,): mean probability of the chosen tokens of a trial; logprobs, mask (B, S), nats of greedy tokens.
 
     arithmetic : their code's avg1; geometric : avg2, exp of the mean log-prob, which one doubtful token pulls down more
+    Their code leaves the first token of a trial out. Here that is the answer's own, for `trial` is given: it counts.
     """
     tokens = mask.sum(1).clamp(min=1)
     if mean == "geometric":

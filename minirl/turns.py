@@ -133,9 +133,11 @@ def turn_advantages(credit: Credit, rewards: Tensor, group: Tensor, turns: Seque
     turn    reward to go, with a baseline for each turn number, which no action of the turn can move (REINFORCE). A turn
             that no other row came to is compared as its row is, for a 0 would be a bias
     grow    GROW, arXiv:2605.20246: R is paid with the last turn of a row of H turns, and turn t = 1 .. H of it is worth
-            gamma^(H - t) R. Long rows have more turns, and weigh more in the mean. **Not established**: gamma, whether
-            there is a division by std, a KL term, the exact exponent. The paper's samples are a state and an action
-            without the rest of the row, see `state_action_samples`; here they keep their history
+            gamma^(H - t) R. Long rows have more turns, and weigh more in the mean. The first turn of a success is
+            worth the least of it: beside a failure about as long it still gains, in a long row beside a short one it
+            is blamed. **Not established**: gamma, whether there is a division by std, a KL term, the exact exponent.
+            The paper's samples are a state and an action without the rest of the row, see `state_action_samples`;
+            here they keep their history
     gigpo   GiGPO, arXiv:2505.10978: A = A_E + omega A_S, gamma 0.95 and omega 1. A turn whose state nobody else saw has
             A_S = 0. Mean only, or mean and std: both are in the paper
     tree    T-STAR's node advantage, arXiv:2604.07165: (Q(node) - mean R) / std R, see tree.py for what is not

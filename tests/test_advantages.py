@@ -33,6 +33,11 @@ def test_binary_rewards_give_the_odds_of_the_success_rate(right):
     assert got[-1] == pytest.approx(-math.sqrt(p / (1 - p)))
 
 
+def test_one_right_answer_in_four_by_hand():
+    assert advantages([1, 0, 0, 0]) == pytest.approx([1.732051] + [-0.577350] * 3, abs=1e-6)
+    assert advantages([1, 0, 0, 0], scale="none") == [0.75, -0.25, -0.25, -0.25]  # 1 - p, -p
+
+
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, -0.1, 0.0, 1e8])
 @pytest.mark.parametrize("scale", ["std", "none"])
 def test_equal_rewards_give_exactly_zero_though_their_float32_mean_is_another_number(reward, scale):

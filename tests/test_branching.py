@@ -5,6 +5,7 @@ import torch
 from stubs import Pieces, random_policy
 from torch.testing import assert_close
 
+from minirl.advantages import group_advantages
 from minirl.branching import Branching, check_branching, entropy_branch, tree_advantages
 from minirl.config import UserError
 from minirl.env.base import Example, Step
@@ -80,7 +81,7 @@ def test_otherwise_each_root_has_its_share():
 
 
 def test_arpo_branches_more_often_where_entropy_rose():
-    assert entropy_branch(0.5, 0.55, 0.2) and not entropy_branch(0.5, 0.65, 0.2)
+    assert entropy_branch(0.5, 0.55) and not entropy_branch(0.5, 0.65)  # weight 0.2
     us = torch.linspace(0, 1, 10001).tolist()
     assert sum(entropy_branch(0.5, u, 0.2) for u in us) / len(us) == pytest.approx(0.6, abs=1e-3)
     assert all(entropy_branch(9.0, u) for u in us[:-1]) and not any(entropy_branch(-9.0, u) for u in us[1:])
@@ -168,8 +169,13 @@ def test_a_branch_may_branch_again_and_leave_where_another_left():
 
 def test_tree_grpo_compares_with_all_and_with_its_own_tree():
     rollout = rows([1.0, 0, 1, 1], [0, 0, 2, 2], [0, 3, 0, 3])
+    inter, intra = (group_advantages(rollout.rewards, torch.tensor(of), ddof=1, eps=1e-6)[:, 0] for of in
+                    ([0] * 4, [0, 0, 1, 1]))
+    assert inter.tolist() == pytest.approx([0.499999, -1.499997, 0.499999, 0.499999], abs=5e-7)
+    assert intra.tolist() == pytest.approx([0.707106, -0.707106, 0, 0], abs=5e-7)
     got = tree_advantages("inter-intra", rollout, rollout.rewards, ddof=1, eps=1e-6)[:, 0]
-    assert got.tolist() == pytest.approx([1.207105, -2.207103, 0.499999, 0.499999], abs=2e-6)
+    assert got.tolist() == pytest.approx([1.207105, -2.207103, 0.499999, 0.499999], abs=5e-7)
+    assert_close(got, inter + intra)
     alone = rows([1.0, 0], [0, 1], [0, 0])
     assert tree_advantages("inter-intra", alone, alone.rewards)[:, 0].tolist() == [1, -1]
 

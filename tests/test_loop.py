@@ -105,6 +105,14 @@ def test_a_demonstration_by_hand():
     assert rollout.old_logprobs is None and rollout.finished is None
 
 
+def test_what_a_search_returned_is_not_trained_on():
+    """Search-R1's mask: the response, 111110, without what was retrieved, 001100."""
+    env = Talk()
+    env.lines, env.pay = ("gg", "", ""), (0.0, 1.0, 0.0)
+    short, long = (Example(prompt, "", ("bc", "c")) for prompt in ("a", "aa"))
+    assert demonstrate(LETTERS, env, [short, long]).action_mask[0].int().tolist() == [1, 1, 0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_policy_that_acts_as_the_expert_gives_the_experts_tape(make, task):
     env = make(task, difficulty=4) if task == "code" else make(task)  # two ways with one problem confuse the reader

@@ -77,11 +77,12 @@ def test_the_clip_binds_only_on_moves_that_are_already_good_enough(ratio, advant
 
 
 def test_clip_higher_moves_the_upper_bound_alone():
-    def loss(ratio, advantage):
+    def loss(ratio, advantage, eps_high=0.28):
         new = torch.tensor([[math.log(ratio)]])
-        return clipped_surrogate(new, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2, 0.28).item()
+        return clipped_surrogate(new, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2, eps_high).item()
 
     assert loss(1.25, 1) == pytest.approx(-1.25) and loss(1.30, 1) == pytest.approx(-1.28)
+    assert loss(1.25, 1, 0.2) == pytest.approx(-1.2)
     assert loss(0.7, -1) == pytest.approx(0.8)
 
 

@@ -47,6 +47,12 @@ def test_zero_saves_what_figure_1_of_the_paper_says(stage, expected):
     assert costs.state_memory(7.5e9, 0, 7.5e9 / 64, stage=stage).total / 1e9 == pytest.approx(expected, rel=3e-3)
 
 
+def test_bytes_a_parameter_on_four_ranks():
+    """ZeRO's stages 0 to 3. Tables with 80, 38 and 21 go round, and are wrong."""
+    found = [costs.state_memory(1000, 0, 250, stage=stage).total / 1000 for stage in range(4)]
+    assert found == [16, 7, 5.5, 4]
+
+
 def test_kv_cache_of_a_token():
     assert costs.cache_bytes(LLAMA_8B) == 131_072  # 2 x 32 layers x 8 key heads x 128 x 2 bytes
     assert costs.cache_bytes(LLAMA_70B, layers=20, kv_heads=1) == 10_240

@@ -35,7 +35,7 @@ from minirl.critic import add_value_head, critic_of, state_values
 from minirl.env import make_env
 from minirl.env.loop import demonstrate
 from minirl.logprobs import Output, token_logprobs
-from minirl.losses import clipped_surrogate, right_tokens, value_loss
+from minirl.losses import aggregate, clipped_surrogate, right_tokens, sft_loss, value_loss
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw
 from minirl.parallel import Mesh, forward_backward
@@ -186,7 +186,7 @@ def test_vapo_imitates_right_answers_alone():
         action_mask=tensor([[F, T, T, F, F], [T, T, T, F, F]]))
     out = Output(tensor([[0.0, -0.5, -1.5, 0, 0], [-9.0, -9, -9, 0, 0]]), torch.zeros(2, 5), None)
     right = right_tokens(rows.action_mask, rows.rewards)
-    assert right.sum() == 2
+    assert right.sum() == 2 and aggregate(sft_loss(out.logprobs), right, "token", right.sum()) == 1
     loss, _ = policy_loss(out, rows, train_ppo.Config(vapo=True), 0.0, tensor(5), right.sum())
     assert loss.item() == pytest.approx(0.1)
 
@@ -232,6 +232,16 @@ def test_the_critic_learns_what_was_earned():
         optimizer.step()
         optimizer.zero_grad()
     assert stats["loss"] < 0.01
+
+
+def test_returns_are_advantages_before_they_are_whitened_plus_values():
+    rows = some_rows()
+    mask, earned = rows.action_mask, torch.where(rows.action_mask, tensor([[0.5], [-1.0]]).double(), 0.0)
+    found = {whitened: train_ppo.with_advantages(train_ppo.Config(whiten=whitened), rows, earned, critic(), False,
+                                                 Mesh()) for whitened in (False, True)}
+    plain, white = found[False], found[True]
+    torch.testing.assert_close(white.returns[mask], (plain.advantages + plain.values)[mask], rtol=1e-9, atol=1e-12)
+    assert white.advantages[mask].mean().abs() < 1e-9 < plain.advantages[mask].mean().abs()
 
 
 # ---- the trainer ----
@@ -335,6 +345,7 @@ def test_vapo_is_a_row_of_options_and_what_is_given_counts_more():
     config = train_ppo.Config(vapo=True, eps_high=0.2, prompts_per_step=12)
     assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (8, 1.0, 0.1, 5.0)
     assert (config.eps_high, config.prompts_per_step) == (0.2, 12)
+    assert (train_ppo.Config(vapo=True).eps_low, train_ppo.Config(vapo=True).eps_high) == (0.2, 0.28)
     assert train_ppo.Config().group_size == 1
 
 

@@ -136,6 +136,9 @@ def test_the_two_means_of_the_paper():
     mask = torch.arange(10)[None] < torch.tensor([[9], [10]])
     assert confidence(probs.log(), mask).tolist() == pytest.approx([0.955556, 0.5], abs=1e-6)
     assert confidence(probs.log(), mask, "geometric").tolist() == pytest.approx([0.944822, 0.5], abs=1e-6)
+    least = early_exit.Config("a run").threshold
+    leaves = [bool(confidence(probs.log(), mask, mean)[0] > least) for mean in ("arithmetic", "geometric")]
+    assert least == 0.95 and leaves == [True, False], "one goes, the other thinks on"
 
 
 PROMPT, WHOLE = "1+2=", "<think>1+2=3 wait 1+2=3 wait no</think><answer>3</answer>"

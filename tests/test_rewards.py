@@ -116,9 +116,10 @@ def test_every_gold_of_the_real_files_parses_and_is_paid(shared):
 
 
 def test_the_overlong_penalty_has_no_jump_at_its_edges():
-    lengths = torch.tensor([0, 15, 16, 17, 18, 19, 20, 21, 100])
-    expected = torch.tensor([0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1])  # limit 20, cache 4
+    lengths = torch.tensor([0, 15, 16, 17, 18, 19, 20, 21, 24, 100])
+    expected = torch.tensor([0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1, -1])  # limit 20, cache 4
     assert torch.equal(overlong_penalty(lengths, 20, 4), expected)
+    assert overlong_penalty(torch.tensor([16384, 18432, 20480]), 20480, 4096).tolist() == [0, -0.5, -1]  # the paper's
     for cache in (0, 21):  # 0 would divide by zero
         with pytest.raises(UserError, match=f"{cache}.*20"):
             overlong_penalty(lengths, 20, cache)

@@ -101,9 +101,11 @@ def test_the_batch_is_that_of_all_replicas():
 def test_delta_tells_the_sides_apart_and_leaves_what_they_share():
     vectors = torch.tensor([[[2.0, 0], [0, 1]], [[-2, 0], [0, 1]]]).double()
     advantages, on = torch.tensor([[1.0], [-1.0]]).double(), torch.ones(2, 2, dtype=torch.bool)
-    assert delta_weights(vectors, advantages, on, 0)[0].tolist() == pytest.approx([0.8 + 0.4 * 0.880797, 1.0])
+    alpha = (delta_weights(vectors, advantages, on, 0)[0] - 0.8) / 0.4
+    assert alpha.tolist() == pytest.approx([0.880797, 0.5], abs=1e-6)
+    assert (4 * alpha.logit()).tolist() == pytest.approx([8, 0])  # the margins; their mean size is 4
     lam = delta_weights(vectors, advantages, on)
-    alpha = torch.tensor([0.880797, 0.5]).double()  # with these the centroid of the right side is made anew
+    # with these weights the centroid of the right side is made anew
     refined = (vectors[0] * alpha[:, None]).sum(0) / alpha.sum()
     assert refined.tolist() == pytest.approx([1.275781, 0.362110], abs=1e-6)
     assert lam[0].tolist() == pytest.approx([1.152319, 1.0], abs=1e-6) and lam[1].tolist() == lam[0].tolist()

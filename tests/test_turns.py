@@ -119,6 +119,10 @@ def test_grow():
         near([0.600083, 0.801603, 1.025515]), near([-1.213600, -1.213600])]
     assert state_action_samples("p", turns[0], 1.0, 0.9) == [
         ("p", "a", near(0.81)), ("after a", "b", near(0.9)), ("after b", "c", near(1.0))]
+    assert state_action_samples("p", turns[1], 0.0, 0.9) == [("p", "a", 0), ("after a", "b", 0)]
+    # a long success pulls the mean up beside a short failure, until its own first turn is below it
+    (first, *_, last), _ = credit("grow", [played(*"a" * 40), played("b")], [1.0, 0.0], gamma=0.9)
+    assert first < 0 < last
 
 
 def test_tstar():
@@ -138,9 +142,9 @@ def test_tstar():
 
 def test_agent_prm():
     rows = [[("s0", "a0"), ("s1", "a1"), ("s2", "a2")], [("s0", "a0"), ("s3", "a3")]]
-    q = agent_prm.mc_q_targets(rows, [1.0, 0.0], 0.95, "from-start")
+    q = agent_prm.mc_q_targets(rows, [1.0, 0.0], discount="from-start")  # gamma 0.95
     assert q["s0", "a0"] == near(0.5) and q["s2", "a2"] == near(0.95125)
-    q = agent_prm.mc_q_targets(rows, [1.0, 0.0], 0.95)
+    q = agent_prm.mc_q_targets(rows, [1.0, 0.0])
     assert q["s0", "a0"] == near(0.488125) and q["s2", "a2"] == 1 and q["s3", "a3"] == 0
 
 

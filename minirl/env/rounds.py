@@ -5,7 +5,8 @@
     staleness   what is sampled now is trained on in a later step
 
 A group whose answers all earn the same gives every one of them the advantage 0: it is left out and another prompt takes
-its place. It asks what the task paid, before any penalty for length, and is not a schedule of how many samples to draw.
+its place. It asks what the task paid, before any penalty for length: that would tell wrong answers apart by their
+lengths (a mixture, --rewards, is asked as a whole). And it is not a schedule of how many samples to draw.
 It always ends: after `resample` more rounds the places that are still empty go to the first groups that had nothing to
 teach, so that a step has the same number of groups everywhere. How the rows of a group come about: groups.py.
 """
