@@ -21,8 +21,10 @@ from torch import Tensor
 
 from kernels import all_logprobs, head_loss, linear_logprob
 from kernels.linear_logprob import KEEP_LOGITS, pick
-from minirl.model import Transformer, restart
+from minirl.model import Transformer
+from minirl.prefixes import Prefixes, find_prefixes
 from minirl.rollout import Rollout
+from minirl.sight import restart
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Group, Mesh
@@ -53,18 +55,16 @@ def token_logprobs(model: Transformer, tokens: Tensor, temperature: float = 1.0,
     cp_group    : the ranks that the columns are cut over (parallel/context.py); each has its own of the result
     returns     : (B, S) nats; with entropy=True an Output(logprobs, entropy) of two of them
     """
-    result = output_here(model, tokens, temperature, documents, entropy, cp_group)
+    result = output_here(model, shift(tokens, documents, cp_group), temperature, entropy)
     if model.pipeline is not None:
         result = Output(*(None if x is None else model.pipeline.from_last(x) for x in result))
     return result if entropy else result.logprobs
 
 
-def output_here(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None,
-                entropy: bool = False, cp_group: Group | None = None, first: int | None = 0,
-                vectors: bool = False) -> Output:
+def output_here(model: Transformer, reading: Reading, temperature: float, entropy: bool = False,
+                first: int | None = 0, vectors: bool = False) -> Output:
     """The same, of a pipeline on the last stage only; the other stages have done their part and get zeros."""
-    inputs, positions, documents, targets = shift(tokens, documents, cp_group)
-    hidden = model(inputs, positions, documents)  # (B, S, D)
+    hidden, targets = reading.hidden(model), reading.targets
     if model.has_head:
         out = head_output(model, hidden, targets, temperature, entropy, first)
         return out._replace(vectors=(1 - out.logprobs.exp())[..., None] * hidden) if vectors else out
@@ -76,23 +76,49 @@ def output_here(model: Transformer, tokens: Tensor, temperature: float, document
     return Output(zeros, zeros if entropy else None, None if model.value_head is None else zeros)
 
 
-def shift(tokens: Tensor, documents: Tensor | None = None,
-          cp_group: Group | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(B, T) -> what the model reads (inputs, positions, documents) and what it shall predict (targets).
+class Reading(NamedTuple):
+    """What a model reads of some rows, and what it shall predict."""
 
-    Inputs and targets are (B, S). With a cp_group they are this rank's columns of them, (B, S'/N), while positions
+    tokens: Tensor  # (B, S); with `prefixes` (1, N)
+    positions: Tensor | None
+    documents: Tensor | None
+    targets: Tensor  # (B, S)
+    prefixes: Prefixes | None = None  # what rows have in common is read once
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """What the model made of `tokens`, as rows: (B, S, D)."""
+        return hidden if self.prefixes is None else self.prefixes.rows(hidden)
+
+    def hidden(self, model: Transformer) -> Tensor:
+        """(B, S, D). On all stages of a pipeline but the last it has no meaning."""
+        return self.rows(model(self.tokens, self.positions, self.documents, prefixes=self.prefixes))
+
+
+def shift(tokens: Tensor, documents: Tensor | None = None, cp_group: Group | None = None) -> Reading:
+    """(B, T) -> what the model reads, and what it shall predict.
+
+    Tokens and targets are (B, S). With a cp_group they are this rank's columns of them, (B, S'/N), while positions
     (1 or B, S') and documents (B, S') stay whole. Both are cut from the whole row: the target of a column at the border
     of a piece is the first token of the next, which another rank may have.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     documents = None if documents is None else documents[:, :-1]
     if cp_group is None or cp_group.size == 1:
-        return inputs, None, documents, targets
+        return Reading(inputs, None, documents, targets)
     from minirl.parallel.context import cut, pad_columns  # torch.distributed is not needed on a laptop
 
     positions = restart(inputs.new_zeros(1, inputs.shape[1]) if documents is None else documents)
     documents = None if documents is None else pad_columns(documents, cp_group)
-    return cut(inputs, cp_group), pad_columns(positions, cp_group), documents, cut(targets, cp_group)
+    return Reading(cut(inputs, cp_group), pad_columns(positions, cp_group), documents, cut(targets, cp_group))
+
+
+def read_rows(rows: Rollout, cp_group: Group | None = None) -> Reading:
+    """`shift` of some rows. What they have in common before their first action is read once, where that pays."""
+    if rows.documents is None and (cp_group is None or cp_group.size == 1):
+        prefixes = find_prefixes(rows.tokens[:, :-1], rows.action_mask, rows.lengths)
+        if prefixes is not None:
+            return Reading(prefixes.tokens, prefixes.positions, None, rows.tokens[:, 1:], prefixes)
+    return shift(rows.tokens, rows.documents, cp_group)
 
 
 def head_output(model: Transformer, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
@@ -194,11 +220,9 @@ def rollout_certainty(model: Transformer, rollout: Rollout, microbatch_size: int
     Self-certainty, arXiv:2502.18581: -(mean over words of log p) - log V. Unlike the entropy it looks at the words that
     are ruled out. The logits of a few columns at a time are held.
     """
-    def measure(model: Transformer, tokens: Tensor, temperature: float, documents: Tensor | None, entropy: bool,
-                cp_group: Group | None, first: int) -> Output:
+    def measure(model: Transformer, reading: Reading, temperature: float, entropy: bool, first: int) -> Output:
         """The certainty, in the place of the log-probs."""
-        inputs, positions, documents, targets = shift(tokens, documents, cp_group)
-        hidden = model(inputs, positions, documents)
+        hidden, targets = reading.hidden(model), reading.targets
         if not model.has_head:
             return Output(hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)))
         pieces = []
@@ -241,7 +265,7 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
             part = rollout.rows(index)
             first = None if names == ["values"] else first_action(part.action_mask)
             begin = first if cp_group is None or first is None else 0  # each rank of cp has columns from here and there
-            out = look(model, part.tokens, temperature, part.documents, "entropy" in names, cp_group, begin)
+            out = look(model, read_rows(part, cp_group), temperature, "entropy" in names, begin)
             for name in names:
                 piece = getattr(out, name)
                 if cp_group is not None:

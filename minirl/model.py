@@ -26,8 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.linear_logprob import Impl
 from minirl.config import UserError
+from minirl.prefixes import Prefixes
 from minirl.rope import Rotary
 from minirl.shape import ModelConfig
+from minirl.sight import cache_sight, restart, row_sight
 
 
 class KVCache:
@@ -114,6 +116,8 @@ class Frame:
     mask: Tensor | None  # additive (B or 1, 1, T, T), or of `grouped_attention`; None: plain causal, or all seen
     start: int = 0  # slots start .. used - 1 of the cache are seen
     used: int = 0
+    prefixes: Prefixes | None = None  # rows that begin alike read that once
+    tail_mask: Tensor | None = None  # then what follows the prefixes has this one, and `mask` is theirs
 
 
 class Attention(nn.Module):
@@ -144,13 +148,18 @@ class Attention(nn.Module):
         q, k = rotate(q, frame), rotate(k, frame)
         if cache is not None:
             k, v = write(k, v, cache.keys[layer], cache.values[layer], frame)  # (B, K, slots, E)
-        else:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, E)
-        if cache is not None or self.softcap:
             out = grouped_attention(q, k, v, frame.mask, self.scale, self.softcap)
+        elif frame.prefixes is not None:
+            out = frame.prefixes.attend(q, k, v, (frame.mask, frame.tail_mask), self.whole_rows)
         else:
-            out = self.attend(q.transpose(1, 2), k, v, frame.mask, self.scale).transpose(1, 2)
+            out = self.whole_rows(q, k.transpose(1, 2), v.transpose(1, 2), frame.mask)
         return self.o_proj(out.reshape(B, T, -1))
+
+    def whole_rows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention without a cache. q: (B, T, H, E); k, v: (B, K, S, E); returns (B, T, H, E)."""
+        if self.softcap:
+            return grouped_attention(q, k, v, mask, self.scale, self.softcap)
+        return self.attend(q.transpose(1, 2), k, v, mask, self.scale).transpose(1, 2)
 
 
 def rotate(x: Tensor, frame: Frame) -> Tensor:
@@ -300,16 +309,17 @@ class Transformer(nn.Module):
         return next(self.parameters()).device
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
-                cache: KVCache | None = None) -> Tensor:
+                cache: KVCache | None = None, prefixes: Prefixes | None = None) -> Tensor:
         """Hidden states of every token, final norm applied.
 
         tokens    : (B, T) int64, padded on the right
         positions : (B, T) int64; default: 0..T-1, or counted anew in each document
         documents : (B, T) int64, for packed rows: a token sees only earlier tokens of its own document
         cache     : a KVCache, written in place at `positions`; then T is the number of new tokens
+        prefixes  : tokens and positions are this object's, of rows that begin alike
         returns   : (B, T, D)
         """
-        frames = self.frames(tokens, positions, documents, cache)
+        frames = self.frames(tokens, positions, documents, cache, prefixes)
         if self.pipeline is not None:
             return self.pipeline.forward(self, tokens, frames, cache)
         return self.norm(self.run(self.embed(tokens, frames), frames, cache, range(len(self.layers))))
@@ -367,10 +377,10 @@ class Transformer(nn.Module):
         return self
 
     def frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
-               cache: KVCache | None) -> list[Frame]:
+               cache: KVCache | None, prefixes: Prefixes | None = None) -> list[Frame]:
         """The frame of each layer; layers of one kind share theirs."""
         config, T, dtype, share = self.config, tokens.shape[1], self.dtype, self.repeats
-        span = T if positions is None else math.inf  # how far apart the positions of a row may lie
+        span = T if positions is None or prefixes is not None else math.inf  # how far apart a row's positions may lie
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None] if documents is None else restart(documents)
         windows = {window for _, window in self.kinds}
@@ -381,14 +391,18 @@ class Transformer(nn.Module):
             positions = positions.expand(tokens.shape)
             sights = {window: cache_sight(positions, first, last, window, share, dtype) for window in windows}
         else:
+            T = T if prefixes is None else prefixes.index.shape[1]
             if config.learned_positions and T > config.limit:
                 raise UserError(f"a row of {T} tokens is too long: this model has {config.limit} positions")
             fused = not config.attn_logit_softcapping  # that kernel knows by itself what causal means, and who shares
+            share = 1 if fused else share
             sights = {}
             for window in windows:
                 plain = fused and documents is None and (not window or span <= window)
-                mask = None if plain else row_sight(positions, documents, window, 1 if fused else share, dtype)
-                sights[window] = mask, 0, 0
+                if prefixes is not None:
+                    sights[window] = prefixes.sight(window, share, dtype, plain)
+                else:
+                    sights[window] = None if plain else row_sight(positions, documents, window, share, dtype), 0, 0
         alike = cache is not None and first == last  # all tokens at one position: one rotation serves all rows
         turns = {rotary: rotary(positions[:1] if alike else positions, dtype) if rotary else (None, None)
                  for rotary in {rotary for rotary, _ in self.kinds}}
@@ -405,46 +419,3 @@ def layer_kinds(config: ModelConfig) -> list[tuple[Rotary | None, int]]:
         near = Rotary(config.rope_local_base_freq, *shape)
     turning = config.no_rope_layers or [not config.learned_positions] * config.num_hidden_layers
     return [((near if window else far) if turns else None, window) for turns, window in zip(turning, config.windows)]
-
-
-def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool (True: may not be seen) -> 0 or -inf. A token always sees itself, so no row is all -inf."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
-
-
-def cache_sight(positions: Tensor, first: int, last: int, window: int, share: int,
-                dtype: torch.dtype) -> tuple[Tensor | None, int, int]:
-    """Which slots do tokens at `positions` (B, T) see, the first and last of which are given?
-
-    Returns mask, start, used: mask is additive (B, 1, share * T, used - start), for `share` query heads a key head.
-    """
-    start, used = max(first - window + 1, 0) if window else 0, last + 1
-    if first == last:  # rows of one length, one token each: all slots in sight are seen
-        return None, start, used
-    slots = torch.arange(start, used, device=positions.device)
-    hidden = slots > positions[..., None]  # (B, T, used - start)
-    if window:
-        hidden |= slots <= positions[..., None] - window
-    return additive(hidden[:, None], dtype).repeat(1, 1, share, 1), start, used
-
-
-def row_sight(positions: Tensor, documents: Tensor | None, window: int, share: int, dtype: torch.dtype) -> Tensor:
-    """Which tokens of a row see which? None that comes later, none of another document, none `window` positions back.
-
-    positions (B or 1, T), documents (B, T); returns an additive mask (B or 1, 1, share * T, T).
-    """
-    T = positions.shape[1]
-    hidden = torch.ones(1, T, T, dtype=torch.bool, device=positions.device).triu(1)
-    if documents is not None:
-        hidden = hidden | (documents[:, :, None] != documents[:, None, :])  # positions alone would not isolate them
-    if window:
-        hidden = hidden | (positions[:, :, None] - positions[:, None, :] >= window)
-    return additive(hidden[:, None], dtype).repeat(1, 1, share, 1)
-
-
-def restart(documents: Tensor) -> Tensor:
-    """(B, T) document ids -> (B, T) positions that begin at 0 in each document: [7, 7, 9, 9, 9] -> [0, 1, 0, 1, 2]."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(1).values

@@ -82,7 +82,7 @@ def test_every_target_is_the_token_after_its_input_also_across_borders(ranks, T)
     tokens = 1 + torch.arange(2 * T).view(2, T)  # 0 is padding
     found = set()
     for r in range(ranks):
-        inputs, positions, documents, targets = shift(tokens, None, group_of(r, ranks))
+        inputs, positions, documents, targets, _ = shift(tokens, None, group_of(r, ranks))
         real = inputs > 0
         assert torch.equal(targets[real], inputs[real] + 1), "a target is lost at the border of a piece"
         assert torch.equal(cut(positions, group_of(r, ranks)).expand_as(inputs)[real], (inputs - 1)[real] % T)

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minirl.logprobs import LossFn, Output, first_action, loss_here, shift
+from minirl.logprobs import LossFn, Output, first_action, loss_here, read_rows
 from minirl.model import Transformer
 from minirl.parallel.collectives import MAX, all_reduce, begin_all_reduce, gather_objects
 from minirl.parallel.context import cut_columns
@@ -87,10 +87,10 @@ def one_by_one(model: Transformer, microbatches: Sequence[Rollout], loss_fn: Los
                entropy: bool, by_token: bool, backward: Callable) -> Iterator[dict[str, Tensor]]:
     """Forward and backward of each microbatch on a whole model; its stats, with "loss"."""
     for number, microbatch in enumerate(microbatches, 1):
-        inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
+        reading = read_rows(microbatch, mesh.cp_group)
         microbatch = cut_columns(microbatch, mesh)
         first = first_action(microbatch.action_mask)
-        hidden = model(inputs, positions, documents)  # (B, S, D)
+        hidden, targets = reading.hidden(model), reading.targets  # (B, S, D), (B, S)
         loss, stats = loss_here(model, hidden, targets, microbatch, first, loss_fn, temperature, entropy, by_token)
         backward(loss, last=number == len(microbatches))
         yield {**stats, "loss": loss.detach()}

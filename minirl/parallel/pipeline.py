@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl.config import UserError
-from minirl.logprobs import first_action, loss_here, shift
+from minirl.logprobs import first_action, loss_here, read_rows
 from minirl.model import Frame, KVCache, ModelConfig, Transformer
 from minirl.parallel.collectives import broadcast, gather_objects, start_exchange
 from minirl.parallel.context import cut_columns
@@ -190,6 +190,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
     RuntimeError: the stages have been given different microbatches.
     """
     microbatches, pipeline, group = list(microbatches), model.pipeline, mesh.pp_group
+    readings = [read_rows(microbatch, mesh.cp_group) for microbatch in microbatches]
     check_same([tuple(microbatch.tokens.shape) for microbatch in microbatches], group)
     arriving: dict[Op, tuple[dist.Work, Tensor]] = {}  # what an operation waits for
     live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (microbatch, chunk) -> input and output
@@ -199,13 +200,15 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
     def run_forward(op: Op, x: Tensor | None) -> Tensor:
         """x: what the stage before sent; None on the first. Returns what the next stage reads, or the loss."""
         microbatch, number = microbatches[op.microbatch], pipeline.mine[op.chunk]
-        inputs, positions, documents, targets = shift(microbatch.tokens, microbatch.documents, mesh.cp_group)
+        reading = readings[op.microbatch]
         x = None if x is None else x.requires_grad_()
         is_last = number == len(pipeline.slices) - 1
         microbatch = cut_columns(microbatch, mesh) if is_last else microbatch
         first = first_action(microbatch.action_mask) if is_last else 0
-        out = pipeline.run(model, number, x, inputs, model.frames(inputs, positions, documents, None))
+        tokens, positions, documents, targets, prefixes = reading
+        out = pipeline.run(model, number, x, tokens, model.frames(tokens, positions, documents, None, prefixes))
         if is_last:
+            out = reading.rows(out)
             out, sums = loss_here(model, out, targets, microbatch, first, loss_fn, temperature, entropy, by_token)
             stats.append({**sums, "loss": out.detach()})
         live[op.microbatch, op.chunk] = x, out
@@ -229,8 +232,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
             result = (run_forward if op.forward else run_backward)(op, x)
             pipeline.peak = max(pipeline.peak, len(live))
         sends = [] if to is None else [(result.contiguous(), to)]
-        receives = [(pipeline.room(model, shift(microbatches[later.microbatch].tokens, None, mesh.cp_group)[0]), source)
-                    for later, source in arrivals]
+        receives = [(pipeline.room(model, readings[later.microbatch].tokens), source) for later, source in arrivals]
         sent, received = start_exchange(sends, receives, group)
         for (later, _), work, (x, _) in zip(arrivals, received, receives, strict=True):
             arriving[later] = work, x
