@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minirl.sight import additive, row_sight
 
+HASH = 6364136223846793005  # of a row: the sum over its columns of token * HASH**column, modulo 2**64
 WORTH = 0.9  # share only what leaves at most so much of the tokens: cutting and joining cost something too
 
 
@@ -88,10 +89,13 @@ def find_prefixes(inputs: Tensor, action_mask: Tensor, lengths: Tensor) -> Prefi
     ends = action_mask.int().argmax(1) + 1  # (B,) tokens read when the first action is chosen
     columns = torch.arange(S, device=inputs.device)
     begun = torch.where(columns < ends[:, None], inputs, -1)  # rows alike in this are alike in their prefix
-    heads, owner = begun.unique(dim=0, return_inverse=True)
-    sizes = (heads >= 0).sum(1)
-    P, A, C = len(heads), int(ends.max()), min(S - int(ends.min()), int((lengths - ends).max()))
+    keys, owner = (begun * HASH ** columns).sum(1).unique(return_inverse=True)  # int64, which wraps around
+    P, A, C = len(keys), int(ends.max()), min(S - int(ends.min()), int((lengths - ends).max()))
     if P * A + B * C > WORTH * B * S:
+        return None
+    first = owner.new_full((P,), B).scatter_reduce_(0, owner, torch.arange(B, device=owner.device), "amin")
+    heads, sizes = begun[first], ends[first]
+    if not torch.equal(heads[owner], begun):  # two prefixes of one key: once in 2**64 / B**2 microbatches
         return None
     at = ends[:, None] + columns[:C]  # (B, C) the column of each token of a tail
     tails = inputs.gather(1, at.clamp(max=S - 1))  # those beyond the row are as padding: nobody looks at them

@@ -60,6 +60,7 @@ from minirl.config import UserError
 from minirl.model import Block, Frame, KVCache, Transformer, fused_attention
 from minirl.parallel.collectives import all_gather, exchange, gather_objects, own_slice, ring_exchange
 from minirl.parallel.mesh import Group, Mesh
+from minirl.prefixes import Prefixes
 from minirl.rollout import Rollout
 
 KINDS = ("ring", "ulysses")
@@ -326,10 +327,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Columns | None, scal
 
 
 def _frames(frames: Callable[..., list[Frame]], group: Group, kind: str, tokens: Tensor, positions: Tensor | None,
-            documents: Tensor | None, cache: KVCache | None) -> list[Frame]:
+            documents: Tensor | None, cache: KVCache | None, prefixes: Prefixes | None = None) -> list[Frame]:
     """`Transformer.frames`, but of own columns where the positions are those of whole rows."""
     if positions is None or positions.shape[1] == tokens.shape[1]:
-        return frames(tokens, positions, documents, cache)
+        return frames(tokens, positions, documents, cache, prefixes)
     if kind == "ring" and documents is not None:
         raise UserError("packed documents do not work with ring attention: use ulysses, or one document a row")
     whole = frames(positions.expand(len(tokens), -1), positions, documents, None)
