@@ -238,14 +238,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
             if waiting and room > 0:
                 batch.admit(waiting[:room], alike)
                 waiting = waiting[room:]
-            logits = batch.decode()  # (R, V), or None where another stage of a pipeline has the head
-            noise = draw(streams[batch.rows], batch.seen)  # (R,)
-            drawn = None if logits is None else sample(logits, noise, temperature, top_k, top_p, policy.vocab)
-            tokens, logprobs = policy.pipeline.drawn_by_last(drawn, noise) if policy.pipeline else drawn
-            alive = batch.living()
-            tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
-            batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
-            turns.wake(batch)
+            sample_next(policy, batch, turns, streams, temperature, top_k, top_p)
             if branch is not None:
                 going = batch.alive | turns.waiting[batch.rows]
                 forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
@@ -256,6 +249,22 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
         policy.train(was_training)
     rollout = tapes.rollout(first_id, group_size)
     return turns.note_begins(rollout) if pause else rollout
+
+
+def sample_next(policy: Transformer, batch: Batch, turns: Turns, streams: Tensor, temperature: float, top_k: int,
+                top_p: float) -> None:
+    """The next token of every row, laid on its tape, and what follows an action that ends with it.
+
+    streams : (N,) of all rows, see `stream`
+    """
+    logits = batch.decode()  # (R, V), or None where another stage of a pipeline has the head
+    noise = draw(streams[batch.rows], batch.seen)  # (R,)
+    drawn = None if logits is None else sample(logits, noise, temperature, top_k, top_p, policy.vocab)
+    tokens, logprobs = policy.pipeline.drawn_by_last(drawn, noise) if policy.pipeline else drawn
+    alive = batch.living()
+    turns.tapes.append(batch.rows[alive], tokens[alive], logprobs[alive])
+    batch.alive[alive] = turns.go_on(batch.rows[alive], tokens[alive])
+    turns.wake(batch)
 
 
 class Turns:

@@ -24,7 +24,7 @@ overlap; but the tokens of a row cannot, and a decode step takes as long as on o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,6 +177,46 @@ def plain_backward(tensor: Tensor, last: bool, grad: Tensor | None = None) -> No
     torch.autograd.backward(tensor, grad)
 
 
+class Passes:
+    """The forward and backward passes of one stage in one update, and what lies between the two of a microbatch."""
+
+    def __init__(self, model: Transformer, microbatches: Sequence[Rollout], mesh: Mesh, loss: Callable,
+                 backward: Callable):
+        """loss: (hidden, targets, microbatch, first) -> (loss, stats); backward: of `run_schedule`"""
+        self.model, self.mesh, self.microbatches, self.loss, self.backward = model, mesh, microbatches, loss, backward
+        self.readings = [read_rows(microbatch, mesh.cp_group) for microbatch in microbatches]
+        self.live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (microbatch, chunk) -> input and output
+        self.stats: list[dict[str, Tensor]] = []
+
+    def run(self, op: Op, x: Tensor | None) -> Tensor | None:
+        """What `op` makes of what has arrived for it, and the next stage waits for."""
+        return (self.run_forward if op.forward else self.run_backward)(op, x)
+
+    def run_forward(self, op: Op, x: Tensor | None) -> Tensor:
+        """x: what the stage before sent; None on the first. Returns what the next stage reads, or the loss."""
+        pipeline, reading = self.model.pipeline, self.readings[op.microbatch]
+        number = pipeline.mine[op.chunk]
+        x = None if x is None else x.requires_grad_()
+        frames = self.model.frames(reading.tokens, reading.positions, reading.documents, None, reading.prefixes)
+        out = pipeline.run(self.model, number, x, reading.tokens, frames)
+        if number == len(pipeline.slices) - 1:
+            microbatch = cut_columns(self.microbatches[op.microbatch], self.mesh)
+            first = first_action(microbatch.action_mask)
+            out, sums = self.loss(reading.rows(out), reading.targets, microbatch, first)
+            self.stats.append({**sums, "loss": out.detach()})
+        self.live[op.microbatch, op.chunk] = x, out
+        return out.detach()
+
+    def run_backward(self, op: Op, grad: Tensor | None) -> Tensor | None:
+        """grad: of what `run_forward` returned; None for the loss. Returns the gradient of x, None without an x."""
+        x, out = self.live.pop((op.microbatch, op.chunk))
+        if grad is None or out.requires_grad:  # all up to here may be frozen; but a loss without gradient is an error
+            self.backward(out, op.microbatch == len(self.microbatches) - 1, grad)
+        if x is None:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: Callable, mesh: Mesh,
                  temperature: float = 1.0, entropy: bool = False, by_token: bool = False,
                  backward: Callable = plain_backward) -> list[dict[str, Tensor]]:
@@ -189,50 +229,25 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
 
     RuntimeError: the stages have been given different microbatches.
     """
+    def loss(*seen) -> tuple[Tensor, dict[str, Tensor]]:
+        return loss_here(model, *seen, loss_fn, temperature, entropy, by_token)
+
     microbatches, pipeline, group = list(microbatches), model.pipeline, mesh.pp_group
-    readings = [read_rows(microbatch, mesh.cp_group) for microbatch in microbatches]
     check_same([tuple(microbatch.tokens.shape) for microbatch in microbatches], group)
+    passes = Passes(model, microbatches, mesh, loss, backward)
     arriving: dict[Op, tuple[dist.Work, Tensor]] = {}  # what an operation waits for
-    live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (microbatch, chunk) -> input and output
     sending: deque[tuple[list[dist.Work], list]] = deque()
-    stats: list[dict[str, Tensor]] = []
-
-    def run_forward(op: Op, x: Tensor | None) -> Tensor:
-        """x: what the stage before sent; None on the first. Returns what the next stage reads, or the loss."""
-        microbatch, number = microbatches[op.microbatch], pipeline.mine[op.chunk]
-        reading = readings[op.microbatch]
-        x = None if x is None else x.requires_grad_()
-        is_last = number == len(pipeline.slices) - 1
-        microbatch = cut_columns(microbatch, mesh) if is_last else microbatch
-        first = first_action(microbatch.action_mask) if is_last else 0
-        tokens, positions, documents, targets, prefixes = reading
-        out = pipeline.run(model, number, x, tokens, model.frames(tokens, positions, documents, None, prefixes))
-        if is_last:
-            out = reading.rows(out)
-            out, sums = loss_here(model, out, targets, microbatch, first, loss_fn, temperature, entropy, by_token)
-            stats.append({**sums, "loss": out.detach()})
-        live[op.microbatch, op.chunk] = x, out
-        return out.detach()
-
-    def run_backward(op: Op, grad: Tensor | None) -> Tensor | None:
-        """grad: of what `run_forward` returned; None for the loss. Returns the gradient of x, None without an x."""
-        x, out = live.pop((op.microbatch, op.chunk))
-        if grad is None or out.requires_grad:  # all up to here may be frozen; but a loss without gradient is an error
-            backward(out, op.microbatch == len(microbatches) - 1, grad)
-        if x is None:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad
-
     pipeline.peak = 0
     for op, to, arrivals in turns(pipeline.kind, mesh.pp_rank, mesh.pp, len(microbatches), pipeline.chunks):
         result = None
         if op is not None:
             work, x = arriving.pop(op, (None, None))
             wait([work] if work else [])
-            result = (run_forward if op.forward else run_backward)(op, x)
-            pipeline.peak = max(pipeline.peak, len(live))
+            result = passes.run(op, x)
+            pipeline.peak = max(pipeline.peak, len(passes.live))
         sends = [] if to is None else [(result.contiguous(), to)]
-        receives = [(pipeline.room(model, readings[later.microbatch].tokens), source) for later, source in arrivals]
+        receives = [(pipeline.room(model, passes.readings[later.microbatch].tokens), source)
+                    for later, source in arrivals]
         sent, received = start_exchange(sends, receives, group)
         for (later, _), work, (x, _) in zip(arrivals, received, receives, strict=True):
             arriving[later] = work, x
@@ -241,7 +256,7 @@ def run_schedule(model: Transformer, microbatches: Iterable[Rollout], loss_fn: C
             wait(sending.popleft()[0])
     for works, _ in sending:
         wait(works)
-    return stats
+    return passes.stats
 
 
 def wait(works: Iterable[dist.Work]) -> None:
