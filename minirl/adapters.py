@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minirl.checkpoint import (
+    check_finite,
     check_no_run,
     check_shapes,
     checked_names,
@@ -120,6 +121,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             if (plain := name.removeprefix(PREFIX)) in tensors:
                 raise UserError(f"{path} holds {plain} twice, once as {PREFIX}{plain}")
             tensors[plain] = file.get_tensor(name)
+            check_finite(tensors[plain], name, path)
     return tensors
 
 

@@ -609,6 +609,10 @@ def test_files_that_are_absent_broken_or_pickled_are_named(tmp_path):
     save_file({name: tensor.to(torch.int8) for name, tensor in load(content).items()}, file)
     said = refused(load_adapter, tiny(), tmp_path)
     assert "weights that are no floats" in said and "layers.0.mlp.down_proj.lora_A.weight (I8)" in said
+    first = min(load(content))
+    save_file(load(content) | {first: load(content)[first] * math.nan}, file)
+    assert f"adapter_model.safetensors is of a model that broke: {first} holds NaN" in refused(load_adapter, tiny(),
+                                                                                            tmp_path)
     twice = {name.removeprefix("base_model.model."): tensor.clone() for name, tensor in load(content).items()}
     save_file(load(content) | twice, file)
     assert ".weight twice, once as base_model.model." in refused(load_adapter, tiny(), tmp_path)
