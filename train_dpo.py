@@ -18,27 +18,17 @@ data sets; --task jsonl reads such. With --loss reward the same pairs train a re
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from minirl.adapters import is_adapter
-from minirl.chat import speak
-from minirl.checkpoint import FREE_TO_CHANGE, load_model, open_run
-from minirl.config import UserError, check_not_negative, check_positive, run, save_config
-from minirl.data.preferences import (
-    PairOptions,
-    Preferences,
-    ask_reference,
-    check_pairs,
-    read_preferences,
-    sample_preferences,
-)
+from minirl.checkpoint import FREE_TO_CHANGE, open_run
+from minirl.config import UserError, check_not_negative, check_positive, fill, run, save_config
+from minirl.data.preferences import PairOptions, ask_reference, check_pairs, ready_pairs, sample_preferences
 from minirl.env import Env, make_env
 from minirl.env.loop import fit_to_context
 from minirl.evaluate import evaluate, show_sample
@@ -60,16 +50,11 @@ from minirl.pairs import (
 )
 from minirl.parallel import Mesh, StopSignal, close_mesh, pick_dtype
 from minirl.preference_losses import PreferenceOptions, objective
-from minirl.reward_model import pair_inputs, reward_model_of
+from minirl.reward_model import new_reward_model, pair_inputs
 from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
 from minirl.tokenizer import Tokenizer
 from train_sft import cold_start
-
-DEFAULTS = dict(pairs_per_problem=(1, 4), epochs=(8.0, 4.0), lr=(5e-4, 1e-3))  # of a policy, of a reward model
-# A reward model without --init has layers of its own: to check a sum is to make it, and then to compare. On the layers
-# of the model that answered, and is wrong about most, it learns the pairs by heart.
-BACKBONE_ACCURACY = 0.99  # of the held-out problems; then it has learnt enough
 
 
 @dataclass(frozen=True)
@@ -91,9 +76,8 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
     eval_every: int = 50  # steps between evaluations; 0: only before and after
 
     def __post_init__(self):
-        for name, (of_policy, of_reward_model) in DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, of_reward_model if self.loss == "reward" else of_policy)
+        fill(self, dict(pairs_per_problem=4, epochs=4.0, lr=1e-3) if self.loss == "reward" else
+             dict(pairs_per_problem=1, epochs=8.0, lr=5e-4))
         check_shared(self)
         check_pairs(self)
         objective(self)
@@ -118,26 +102,17 @@ def main(config: Config) -> Path | None:
     scoring = config.loss == "reward"
 
     # ---- task
-    env, max_new_tokens = None, config.max_new_tokens
+    env = None
     if config.task != "jsonl":
         env = make_env(config.task, config.data, config.eval_data, config.difficulty, config.seed)
-        max_new_tokens = config.max_new_tokens or env.max_new_tokens
     start_folder, run_dir = open_run(config, mesh, FREE_TO_CHANGE | {"epochs"}), Path(config.run_dir)
     tokenizer = open_tokenizer(start_folder or config.init)
     data = ready_pairs(config, start_folder, tokenizer)  # looked at here, since a cold start takes minutes
 
-    # ---- policy
-    init = backbone = start_folder or config.init  # the model that answers; that whose layers a reward model has
-    if scoring and config.backbone_layers and not backbone:
-        backbone = cold_start(config, mesh.is_main, "backbone", layers=config.backbone_layers, schedule="cosine",
-                              until_accuracy=BACKBONE_ACCURACY, eval_every=50)
-        if backbone is None:
-            return None  # stopped during a cold start, which --resume goes on with
-        init = backbone if data else ""  # with pairs at hand, nobody has to answer
-    init = init or cold_start(config, mesh.is_main)
-    if init is None:
-        return None
-    backbone = backbone or init
+    # ---- policy, and whose layers a reward model has
+    init, backbone = start_folders(config, start_folder, data is None, mesh.is_main)
+    if init is None or backbone is None:
+        return None  # stopped during a cold start, which --resume goes on with
     policy = open_start(init, tokenizer, dtype, config, mesh, scores=scoring and start_folder is not None)
     context = policy.config.context
     policy = prepare(policy, config, mesh, None if start_folder else init)
@@ -155,8 +130,7 @@ def main(config: Config) -> Path | None:
 
     # ---- optimizer, of the policy, or of its layers under the head of a reward model
     if scoring and start_folder is None:
-        generator = torch.Generator().manual_seed(config.seed)
-        policy = prepare(reward_model_of(load_model(backbone, dtype, mesh.device), generator), config, mesh, backbone)
+        policy = new_reward_model(backbone, dtype, config, mesh)
     learner = Learner(policy, mesh, config.lr, config.max_grad_norm, weight_decay=config.weight_decay)
     steps = config.steps or ceil(round(config.epochs * data.size() / config.batch_size, 6))
     if mesh.is_main and config.warmup_steps >= steps:
@@ -170,14 +144,13 @@ def main(config: Config) -> Path | None:
             data.save(run_dir / "pairs")
         learner.save(run_dir, 0, tokenizer, config.keep)
     data = data.flipped(config.flip_labels)
-    row, options, nll_coef = objective(config)
-    has_reference, others = row is not None and row.reference, None
-    asks = has_reference and config.reference == "start"
-    frozen = open_reference(config, policy, dtype, mesh) if asks else nullcontext
+    row, others = objective(config)[0], None
+    has_reference = row is not None and row.reference
+    frozen = open_reference(config, policy, dtype, mesh) if has_reference and config.reference == "start" else None
     if has_reference:
         data, others = ask_reference(frozen, data, config, context, mesh)
     if config.precompute_ref and not config.lora_rank:
-        frozen, asks = None, False
+        frozen = None  # and its memory is free
 
     # ---- resume
     state = {"shift": 0.0} | learner.resume(start_folder, config.seed)
@@ -185,7 +158,7 @@ def main(config: Config) -> Path | None:
     columns = ["loss", "preference_accuracy", "reward_margin", *(["reward_chosen"] if scoring else ["logprob_chosen"]),
                "grad_norm", "eval/preference_accuracy", *([] if scoring else ["eval/kl_ref", "eval/accuracy"])]
     logger = MetricsLogger(config.run_dir, columns, steps, start, mesh.is_main, config.log_every)
-    measure = partial(evaluate_policy, config, policy, tokenizer, data.held_out, env, frozen if asks else None, mesh)
+    measure = partial(evaluate_policy, config, policy, tokenizer, data.held_out, env, frozen, mesh)
     if start == 0:
         logger.log(0, measure())
 
@@ -199,7 +172,7 @@ def main(config: Config) -> Path | None:
         batch = data.batch(numbers).to(mesh.device)
 
         # (2) what the frozen reference says about them
-        if has_reference and batch.ref_logprobs is None:
+        if frozen and batch.ref_logprobs is None:
             with frozen() as reference:
                 ref_logprobs = rollout_logprobs(reference, batch, 2 * config.microbatch_size, mesh=mesh)
             batch = batch.replace(ref_logprobs=ref_logprobs)
@@ -209,14 +182,13 @@ def main(config: Config) -> Path | None:
         # (3) the gradient of the loss, clipped, and a step of AdamW
         total, total_tokens = (loss_total(mode, batch.action_mask[0::2], mesh) for mode in ("sequence", "token"))
         if scoring:
-            rows = pair_inputs(batch, config.prefixes)
+            batch = pair_inputs(batch, config.prefixes)
             loss_fn = partial(pair_loss, total=total, mesh=mesh, centring=config.centring, margins=config.margins)
         else:
-            rows = batch
-            loss_fn = partial(policy_pair_loss, kind=config.loss, row=row, options=options._replace(shift=shift),
-                              nll_coef=nll_coef, total=total, total_tokens=total_tokens, mesh=mesh)
+            loss_fn = partial(policy_pair_loss, config=config, shift=shift, total=total, total_tokens=total_tokens,
+                              mesh=mesh)
         lr = lr_at(step - 1, steps, config.lr, config.warmup_steps, config.schedule)
-        stats = learner.update(loss_fn, microbatches(rows, config.microbatch_size), lr)
+        stats = learner.update(loss_fn, microbatches(batch, config.microbatch_size), lr)
         if config.loss == "bco":  # a running mean over all updates so far, of both answers
             shift += ((stats["row_reward_chosen"] + stats["row_reward_rejected"]) / 2 / stats["rows"] - shift) / step
 
@@ -242,24 +214,24 @@ def main(config: Config) -> Path | None:
     if stopping:
         return None
     if env and not scoring:
-        show_sample("a held-out problem:", policy, tokenizer, env, mesh, max_new_tokens)
+        show_sample("a held-out problem:", policy, tokenizer, env, mesh, config.max_new_tokens)
     return run_dir / f"step_{last}"
 
 
-def ready_pairs(config: Config, start_folder: Path | None, tokenizer: Tokenizer) -> Preferences | None:
-    """Pairs that are there before the policy answers anything: of a file, of another run, of the run that goes on."""
-    if config.task == "jsonl":
-        data = read_preferences(config.data, config.eval_data, tokenizer, config.template, config.seed)
-        speak(tokenizer, data.template)
-    elif start_folder or config.pairs:
-        folder = Path(config.run_dir) / "pairs" if start_folder else config.pairs
-        data = Preferences.load(folder, tokenizer, config.seed)
-    else:
-        return None
-    if config.margins and data.train.rewards is None:
-        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
-                        "score_chosen and score_rejected")
-    return data
+def start_folders(config: Config, start_folder: Path | None, asks: bool,
+                  is_main: bool) -> tuple[str | Path | None, str | Path | None]:
+    """Folders of the model that answers, if `asks`, and of the one whose layers are trained; None: it was stopped.
+
+    For a policy they are the same. A reward model without --init has layers of its own, of an expert: to check a sum is
+    to make it, and then to compare. On the layers of the novice who answered, and is wrong about most, it learns the
+    pairs by heart.
+    """
+    given = start_folder or config.init
+    if given or config.loss != "reward" or not config.backbone_layers:
+        return (given or cold_start(config, is_main),) * 2
+    expert = cold_start(config, is_main, "backbone", layers=config.backbone_layers, schedule="cosine",
+                        until_accuracy=0.99, eval_every=50)
+    return cold_start(config, is_main) if expert and asks else expert, expert
 
 
 def evaluate_policy(config: Config, policy: Transformer, tokenizer: Tokenizer, held_out: Rollout, env: Env | None,

@@ -21,39 +21,26 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from torch import Tensor
-
 from minirl.checkpoint import open_run
 from minirl.config import UserError, run, save_config
-from minirl.critic import add_value_head, check_folders, open_critic, save_actor_critic, state_values
+from minirl.critic import add_value_head, check_folders, open_critic, save_actor_critic
 from minirl.data.preferences import best_and_worst
 from minirl.env import make_env
-from minirl.env.loop import collect, fit_to_context
-from minirl.env.rounds import replayed
+from minirl.env.loop import fit_to_context
+from minirl.env.rounds import collect_step, replayed
 from minirl.evaluate import critic_metrics, evaluate, rollout_metrics, show_sample, update_metrics
-from minirl.gae import (
-    explained_variance,
-    gae,
-    length_adaptive_lambda,
-    replica_mean,
-    reward_to_go,
-    token_rewards,
-    whiten,
-)
+from minirl.gae import replica_mean
 from minirl.kl_control import next_kl_coef
 from minirl.learner import Learner
 from minirl.logprobs import rollout_logprobs
 from minirl.losses import kl_estimate, loss_total, prompt_tokens, right_tokens, row_sum
 from minirl.metrics import MetricsLogger
-from minirl.model import Transformer
 from minirl.optim import lr_at
 from minirl.options import RLOptions, TrainerOptions, check_rl, make_mesh
 from minirl.pairs import pair_metrics, pair_update
-from minirl.parallel import Mesh, StopSignal, close_mesh, pick_dtype
-from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss
+from minirl.parallel import StopSignal, close_mesh, pick_dtype
+from minirl.ppo import PPOOptions, critic_loss, fill_in, policy_loss, rewards_of_tokens, with_advantages
 from minirl.reward_model import open_reward_model, score_rows
-from minirl.rewards import missing_eos_penalty
-from minirl.rollout import Rollout
 from minirl.start import open_reference, open_start, open_tokenizer, prepare
 from train_sft import cold_start
 
@@ -67,8 +54,8 @@ class Config(RLOptions, PPOOptions, TrainerOptions):
         fill_in(self)
         check_rl(self)
         if self.value_pretraining >= self.steps:
-            raise UserError(f"--value-pretraining {self.value_pretraining} leaves nothing of --steps {self.steps} to "
-                            "the policy: give it more steps")
+            raise UserError(f"--steps {self.steps} leaves the policy nothing behind {self.value_pretraining} rollouts "
+                            "of value pretraining: give more, or a lower --value-pretraining")
 
 
 def main(config: Config) -> Path | None:
@@ -76,7 +63,7 @@ def main(config: Config) -> Path | None:
     # ---- setup
     mesh = make_mesh(config)
     dtype = pick_dtype(config.dtype, mesh.device)
-    share = mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")
+    mesh.share(config.prompts_per_step, "prompts of --prompts-per-step")  # a bad number is found before any work
     stop = StopSignal()
 
     # ---- task
@@ -93,47 +80,34 @@ def main(config: Config) -> Path | None:
     if init is None:
         return None  # stopped during the cold start, which --resume goes on with
     policy = open_start(init, tokenizer, dtype, config, mesh)
-    has_critic = config.advantage == "gae"
-    own_critic = has_critic and config.critic == "own"
-    if has_critic and not own_critic:
+    if config.advantage == "gae" and config.critic != "own":
         add_value_head(policy, config.critic == "detached", start_folder)
     policy = prepare(policy, config, mesh, None if start_folder else init)
     env = fit_to_context(env, tokenizer, policy.config.context, config.drop_long_rows)
-    reward_model = None
-    if config.reward_model:
-        reward_model = open_reward_model(config, start_folder, tokenizer, dtype, mesh)
-    critic = open_critic(config, start_folder, init, tokenizer, dtype, mesh) if own_critic else policy
+    reward_model = open_reward_model(config, start_folder, tokenizer, dtype, mesh)
+    critic = open_critic(config, policy, start_folder, init, tokenizer, dtype, mesh)
 
     # ---- optimizers
     learner = Learner(policy, mesh, config.lr, config.max_grad_norm, weight_decay=config.weight_decay)
-    beside = {}  # what learns beside the policy, by the name of the folder of its checkpoints
-    if own_critic:
-        beside["critic"] = Learner(critic, mesh, config.critic_lr, config.max_grad_norm,
-                                   weight_decay=config.weight_decay)
+    if critic not in (None, policy):
+        learner.beside["critic"] = Learner(critic, mesh, config.critic_lr, config.max_grad_norm,
+                                           weight_decay=config.weight_decay)
     if config.reward_model_every:
-        beside["reward_model"] = Learner(reward_model, mesh, config.reward_lr, config.max_grad_norm)
-
-    def save(step: int, **state: float) -> None:
-        """The policy last, and one less of it: whatever its newest checkpoint is, those of the others are there."""
-        for name, other in beside.items():
-            other.save(run_dir / name, step, tokenizer, config.keep + 1)
-        learner.save(run_dir, step, tokenizer, config.keep, write=save_actor_critic, **state)
+        learner.beside["reward_model"] = Learner(reward_model, mesh, config.reward_lr, config.max_grad_norm)
 
     # ---- frozen reference
     if mesh.is_main:
         save_config(config, config.run_dir)
     if start_folder is None:  # step_0 is kept for good: it is the reference of a resumed run
-        save(0)
+        learner.save(run_dir, 0, tokenizer, config.keep, write=save_actor_critic)
     frozen = open_reference(config, policy, dtype, mesh) if config.kl_coef > 0 else None
 
     # ---- resume
-    for name, other in beside.items():
-        other.resume(start_folder and run_dir / name / start_folder.name, config.seed)
     state = {"kl_coef": config.kl_coef} | learner.resume(start_folder, config.seed)
     start, kl_coef = state["step"], state["kl_coef"]
     columns = ["reward_mean", *(["score_mean"] if config.reward_model else []),
-               *(["explained_variance", "value_loss"] if has_critic else []), "approx_kl", "clip_frac", "kl_ref",
-               "entropy", "response_length", "truncated", "grad_norm", "eval/accuracy"]
+               *(["explained_variance", "value_loss"] if critic is not None else []), "approx_kl", "clip_frac",
+               "kl_ref", "entropy", "response_length", "truncated", "grad_norm", "eval/accuracy"]
     logger = MetricsLogger(config.run_dir, columns, config.steps, start, mesh.is_main)
     measure = partial(evaluate, policy, tokenizer, env, config.eval_problems, mesh, max_new_tokens, config.max_rows)
     if start == 0:
@@ -147,20 +121,16 @@ def main(config: Config) -> Path | None:
         pretraining = step <= config.value_pretraining
 
         # (1) rollout: every prompt is answered group_size times
-        if replay:
-            rollout = replay
-        else:
-            first = (step - 1) * config.prompts_per_step + share.start
-            examples = env.sample(len(share), start=first)
-            rollout = collect(policy, tokenizer, env, examples, config.group_size, first, mesh, seed=config.seed,
-                              max_new_tokens=max_new_tokens, temperature=config.temperature, max_rows=config.max_rows)
+        rollout = replay or collect_step(policy, tokenizer, env, step, config.prompts_per_step, config.group_size, 0,
+                                         mesh, seed=config.seed, max_new_tokens=max_new_tokens,
+                                         temperature=config.temperature, max_rows=config.max_rows)
         if config.save_rollouts and mesh.leads_replica:
             rollout.save(run_dir / "rollouts" / f"step_{step}" / f"rank_{mesh.dp_rank}.safetensors")
         sampled = perf_counter()
 
         # (2) rewards of tokens: the answer's score on the last, and on each what it costs to leave the reference
         scores, kl = rollout.rewards, None
-        if reward_model is not None:
+        if reward_model is not None:  # the task looks on
             scores = score_rows(reward_model, rollout, config.microbatch_size, mesh)
         if config.kl_coef > 0:
             with frozen() as reference:
@@ -182,9 +152,9 @@ def main(config: Config) -> Path | None:
             minibatch = minibatch.replace(prompt_tokens=prompt_tokens(mask, minibatch.group))
             total = loss_total(mode, mask, mesh, minibatch.group, max_new_tokens)
             microbatches = list(minibatch.microbatches(config.microbatch_size))
-            if own_critic:
+            if "critic" in learner.beside:
                 loss_fn = partial(critic_loss, config=config, total=total)
-                critic_updates.append(beside["critic"].update(loss_fn, microbatches, critic_lr))
+                critic_updates.append(learner.beside["critic"].update(loss_fn, microbatches, critic_lr))
             if not pretraining:
                 right = loss_total("token", right_tokens(mask, minibatch.rewards), mesh)
                 loss_fn = partial(policy_loss, config=config, kl_coef=kl_coef, total=total, right_total=right)
@@ -194,30 +164,24 @@ def main(config: Config) -> Path | None:
                     break
 
         # (5) the reward model learns, too: pairs of what the policy writes by now, judged by the task
-        pair_stats = None
+        judged = {}
         if config.reward_model_every and step % config.reward_model_every == 0:
-            pair_stats = pair_update(beside["reward_model"], best_and_worst(rollout), config.microbatch_size,
-                                     config.reward_lr)
+            judged = pair_update(learner.beside["reward_model"], best_and_worst(rollout), config.microbatch_size,
+                                 config.reward_lr)
 
         # (6) evaluate, log, save
         seconds = perf_counter() - began
-        metrics = rollout_metrics(rollout, mesh) | {
+        metrics = rollout_metrics(rollout, mesh) | update_metrics(updates) | pair_metrics(judged) | {
             "lr": lr,
             "updates": len(updates),
-            "skipped_steps": sum(model.guard.skipped for model in (learner, *beside.values())),
+            "skipped_steps": learner.skipped(),
             "time/rollout": sampled - began,
             "time/update": seconds - (sampled - began),
         }
-        if updates:
-            metrics |= update_metrics(updates)
-        if has_critic:
-            metrics |= critic_metrics(critic_updates or updates)
-            metrics["explained_variance"] = explained_variance(rollout.values, rollout.returns, rollout.action_mask,
-                                                               mesh)
+        if critic is not None:
+            metrics |= critic_metrics(critic_updates or updates, rollout, mesh)
         if reward_model is not None:
             metrics["score_mean"] = replica_mean(scores, mesh)
-        if pair_stats:
-            metrics |= pair_metrics(pair_stats)
         if kl is not None:
             metrics["kl_coef"] = kl_coef
             distance = replica_mean(row_sum(kl, rollout.action_mask), mesh)  # nats a response
@@ -228,43 +192,13 @@ def main(config: Config) -> Path | None:
         last, stopping = step, stop.requested(mesh)
         logger.log(step, metrics)
         if stopping or step == config.steps or step % config.save_every == 0:
-            save(step, kl_coef=kl_coef)
+            learner.save(run_dir, step, tokenizer, config.keep, write=save_actor_critic, kl_coef=kl_coef)
         if stopping:
             break
 
     stop.close()
     show_sample("after:", policy, tokenizer, env, mesh, max_new_tokens)
     return None if stopping else run_dir / f"step_{last}"
-
-
-def rewards_of_tokens(config: Config, rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float,
-                      mesh: Mesh) -> Tensor:
-    """Scores (B,), and the KL of each token (B, S) where it is a cost -> what each token earned, (B, S)."""
-    mask = rollout.action_mask
-    paid = missing_eos_penalty(scores, rollout.finished, config.missing_eos_penalty)
-    earned = token_rewards(paid, mask, kl if config.kl == "reward" else None, kl_coef)
-    return whiten(earned, mask, mesh, shift_mean=False) if config.whiten_rewards else earned
-
-
-def with_advantages(config: Config, rollout: Rollout, earned: Tensor, critic: Transformer, pretraining: bool,
-                    mesh: Mesh) -> Rollout:
-    """The rollout with the advantage of each token, and with the critic's values and what it shall learn, its returns.
-
-    earned : (B, S), of `rewards_of_tokens`
-    """
-    mask = rollout.action_mask
-    if config.advantage == "gae":
-        values, bootstrap = state_values(critic, rollout, config.microbatch_size, mesh, config.bootstrap_cut)
-        lam = length_adaptive_lambda(mask.sum(1), config.lam_alpha) if config.lam_alpha else config.lam
-        value_lam = 1.0 if pretraining else config.value_lam
-        advantages, _ = gae(earned, values, mask, config.gamma, lam, bootstrap)
-        _, returns = gae(earned, values, mask, config.gamma, value_lam, bootstrap)
-        rollout = rollout.replace(values=values, returns=returns)
-    else:
-        advantages = reward_to_go(earned, mask, config.gamma)
-    if config.whiten:
-        advantages = whiten(advantages, mask, mesh, shift_mean=config.advantage != "reinforce")
-    return rollout.replace(advantages=advantages)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # the trainers are scripts, not installed
 
 import minirl.learner  # noqa: E402
+import minirl.ppo  # noqa: E402
 import train_grpo  # noqa: E402
 import train_ppo  # noqa: E402
 
@@ -32,7 +33,7 @@ RUNS = {
     "PPO, 2,048 prompts x 1": (train_ppo, dict(prompts_per_step=2048)),
     "the same, joint head": (train_ppo, dict(prompts_per_step=2048, critic="joint")),
 }
-PARTS = {"collect": "sampling", "next": "sampling", "rollout_logprobs": "reference", "state_values": "values",
+PARTS = {"collect_step": "sampling", "next": "sampling", "rollout_logprobs": "reference", "state_values": "values",
          "gae": "advantages", "whiten": "advantages", "token_rewards": "advantages", "forward_backward": "gradients",
          "clip_gradients": "gradients"}
 
@@ -40,7 +41,7 @@ PARTS = {"collect": "sampling", "next": "sampling", "rollout_logprobs": "referen
 def run(trainer: ModuleType, init: str, **options) -> list[dict[str, float]]:
     """Seconds of each step but the first: the whole, and its parts."""
     spent: dict[str, float] = defaultdict(float)
-    owners = (trainer, minirl.learner, getattr(trainer, "Collector", None))
+    owners = (trainer, minirl.learner, minirl.ppo, getattr(trainer, "Collector", None))
     originals = {(owner, name): getattr(owner, name) for name in PARTS for owner in owners if hasattr(owner, name)}
     log, steps = trainer.MetricsLogger.log, []
 

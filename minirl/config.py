@@ -57,6 +57,13 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
         raise
 
 
+def fill(config: Any, values: dict[str, Any]) -> None:
+    """Called while a config is made, which is frozen: an option that was not given, and is None, takes its value."""
+    for name, value in values.items():
+        if getattr(config, name) is None:
+            object.__setattr__(config, name, value)
+
+
 def cli(config_class: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
     """A config from the command line: one `--kebab-case` flag a field (`--flag / --no-flag` for a bool).
 

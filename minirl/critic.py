@@ -64,13 +64,15 @@ def critic_of(policy: Transformer) -> Transformer:
 
 
 def check_folders(config: Any, env: Env, tokenizer: Tokenizer) -> None:
-    """UserError if `--reward-model` or `--critic-init` cannot be opened or do not go with the policy; reads no weights.
+    """UserError if `--reward-model` or `--critic-init` cannot be opened or do not go with the policy.
 
     For a run that begins: a cold start takes minutes, and nothing of it should be lost.
     """
     for folder, check in ((config.reward_model, check_scores), (config.critic_init, check_source)):
         if folder:
             check(folder, tokenizer)
+            if not config.init:  # broken weights, too, are found before a cold start; without one they soon are
+                load_model(folder)
             if not config.drop_long_rows:
                 check_length(folder, env, tokenizer, config.max_new_tokens or env.max_new_tokens)
 
@@ -94,9 +96,10 @@ def check_source(source: str | Path, tokenizer: Tokenizer) -> None:
     check_same_tokens(source, tokenizer, "critic")  # else it would mean other words by the policy's ids
 
 
-def open_critic(config: Any, start_folder: Path | None, init: str | Path, tokenizer: Tokenizer, dtype: torch.dtype,
-                mesh: Mesh) -> Transformer:
-    """The critic of a run with `--critic own`, ready to be trained as the policy is: its layout, adapters, 4 bits.
+def open_critic(config: Any, policy: Transformer, start_folder: Path | None, init: str | Path, tokenizer: Tokenizer,
+                dtype: torch.dtype, mesh: Mesh) -> Transformer | None:
+    """The critic of a run: the policy that `add_value_head` gave a head; None: --advantage has no critic; or a network
+    of its own, ready to be trained as the policy is: its layout, adapters, 4 bits.
 
     start_folder : the policy's checkpoint that the run goes on from, and so does its critic; None: a new one, from the
                    folder `config.critic_init` (a language model, or a reward model with its head) or else from that of
@@ -105,6 +108,10 @@ def open_critic(config: Any, start_folder: Path | None, init: str | Path, tokeni
     With `--lora-rank` its frozen layers are those of run_dir/critic/base, written here, which its adapters name.
     UserError: a critic that reads another vocabulary, or adapters to start from.
     """
+    if config.advantage != "gae":
+        return None
+    if config.critic != "own":
+        return policy
     if start_folder:
         saved = Path(config.run_dir) / "critic" / start_folder.name
         return prepare(open_policy(saved, dtype, mesh.device, config.qlora, scores=True), config, mesh, None)

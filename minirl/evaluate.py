@@ -23,6 +23,7 @@ from minirl.data.dataset import Demonstrations, Rows, read_rows
 from minirl.env import make_env
 from minirl.env.base import Env
 from minirl.env.loop import collect
+from minirl.gae import explained_variance
 from minirl.generate import generate
 from minirl.graduate import checklist, is_ready, loss_measures, report, sample_measures
 from minirl.logprobs import rollout_logprobs
@@ -133,8 +134,11 @@ def reward_parts(rollout: Rollout, mesh: Mesh) -> dict[str, float]:
 def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """The diagnostics of a step's policy updates, from the stats of `policy_stats` that each of them gave.
 
-    updates : one dict an update, already summed over microbatches and ranks
+    updates : one dict an update, already summed over microbatches and ranks; none: {}
     """
+    if not updates:
+        return {}
+
     def mean(name: str, count: float) -> float:
         return sum(update[name] for update in updates) / max(count, 1)
 
@@ -156,10 +160,14 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The same of the critic's updates, from the stats of `value_stats`; of a network of its own, the gradient too."""
+def critic_metrics(updates: list[dict[str, float]], rollout: Rollout, mesh: Mesh) -> dict[str, float]:
+    """The same of the critic's updates, from the stats of `value_stats`; of a network of its own, the gradient too.
+
+    And how much of the rollout's returns its values had explained before.
+    """
     tokens = max(1, sum(update["value_tokens"] for update in updates))
     metrics = {name: sum(update[name] for update in updates) / tokens for name in ("value_loss", "value_clip_frac")}
+    metrics["explained_variance"] = explained_variance(rollout.values, rollout.returns, rollout.action_mask, mesh)
     if "tokens" not in updates[0]:
         metrics["critic_grad_norm"] = sum(update["grad_norm"] for update in updates) / len(updates)
     return metrics

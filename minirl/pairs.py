@@ -23,7 +23,14 @@ from minirl.parallel import Mesh, all_reduce_sum
 from minirl.parallel.context import gather_rollouts
 from minirl.parallel.data import reduce_stats
 from minirl.parallel.zero import gathered
-from minirl.preference_losses import Options, Preference, preference_loss, preference_stats
+from minirl.preference_losses import (
+    Options,
+    Preference,
+    PreferenceOptions,
+    objective,
+    preference_loss,
+    preference_stats,
+)
 from minirl.reward_model import reward_loss, reward_stats, score_inputs, score_rows
 from minirl.rollout import Rollout
 from minirl.tokenizer import Tokenizer
@@ -71,16 +78,18 @@ def pair_loss(out: Output, mb: Rollout, total: Tensor, mesh: Mesh, centring: flo
     return loss, reward_stats(chosen, rejected) | {"rows_length": mb.lengths.sum()}
 
 
-def policy_pair_loss(out: Output, mb: Rollout, kind: str, row: Preference, options: Options, nll_coef: float,
-                     total: Tensor, total_tokens: Tensor, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_pair_loss(out: Output, mb: Rollout, config: PreferenceOptions, shift: Tensor | float, total: Tensor,
+                     total_tokens: Tensor, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
     """This microbatch's share of a policy's loss over `total` pairs, and what to log: a loss_fn.
 
-    kind, row, options : the loss of `preference_loss`; `mb` has ref_logprobs if the row has a reference
-    nll_coef           : weight of the chosen answers' negative log-likelihood, a mean over their `total_tokens`
+    mb           : with ref_logprobs if the loss of `config` has a reference
+    shift        : of kto and bco, `preference_losses.Options`
+    total_tokens : of the chosen answers, over which their negative log-likelihood is a mean
     """
+    row, options, nll_coef = objective(config)
     chosen, rejected = answers(out.logprobs, mb, row, mesh)
     ref = answers(mb.ref_logprobs, mb, row, mesh) if row.reference else (None, None)
-    losses = preference_loss(kind, chosen, rejected, *ref, **options._asdict())
+    losses = preference_loss(config.loss, chosen, rejected, *ref, **options._replace(shift=shift)._asdict())
     loss = losses.sum() / total / mesh.cp  # ranks of cp have the whole sums
     if nll_coef:
         nll = aggregate(sft_loss(out.logprobs[0::2]), mb.action_mask[0::2], "token", total_tokens)
@@ -88,11 +97,11 @@ def policy_pair_loss(out: Output, mb: Rollout, kind: str, row: Preference, optio
     return loss, preference_stats(chosen, rejected, *ref, options.beta) | {"rows_length": mb.lengths.sum()}
 
 
-def pair_update(learner: Learner, pairs: Rollout, microbatch_size: int, lr: float) -> dict[str, float] | None:
-    """One step of a reward model on all pairs of all ranks; its stats. None: there are none, and nothing is done."""
+def pair_update(learner: Learner, pairs: Rollout, microbatch_size: int, lr: float) -> dict[str, float]:
+    """One step of a reward model on all pairs of all ranks; its stats. {}: there are none, and nothing is done."""
     total = loss_total("sequence", pairs.action_mask[0::2], learner.mesh)
     if not total:
-        return None
+        return {}
     loss_fn = partial(pair_loss, total=total, mesh=learner.mesh)
     return learner.update(loss_fn, microbatches(score_inputs(pairs), microbatch_size), lr)
 

@@ -1,6 +1,8 @@
-"""PPO's choices: options with a name each, what VAPO sets them to, and the losses of policy and critic that they give.
+"""PPO's choices: options with a name each, what VAPO sets them to, and the advantages and losses that they give.
 
     class Config(PPOOptions, ...)                   train_ppo.py; fill_in(config) while it is made
+    earned = rewards_of_tokens(config, rollout, scores, kl, kl_coef, mesh)
+    rollout = with_advantages(config, rollout, earned, critic, pretraining, mesh)
     critic_loss(out, mb, config, total)             loss_fn of `forward_backward`, with `out.values` of the critic
     policy_loss(out, mb, config, kl_coef, ...)      and with `out.logprobs` of the policy
 """
@@ -8,11 +10,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from minirl.config import UserError, check_not_negative, check_positive
+from minirl.config import UserError, check_not_negative, check_positive, fill
+from minirl.critic import state_values
+from minirl.gae import gae, length_adaptive_lambda, reward_to_go, token_rewards, whiten
 from minirl.logprobs import Output
 from minirl.losses import (
     aggregate,
@@ -25,7 +29,12 @@ from minirl.losses import (
     value_loss,
     value_stats,
 )
+from minirl.model import Transformer
+from minirl.rewards import missing_eos_penalty
 from minirl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
 
 # An option that is not given is that of its row. VAPO, arXiv:2504.05118: a critic that is trained first, on what was
 # really earned; a lambda of its own for the policy, by length; room above the clip; right answers imitated; and groups.
@@ -84,9 +93,8 @@ class PPOOptions:
 
 def fill_in(config: PPOOptions) -> None:
     """Called while a config is made: what was not given takes the value of its row, then all is checked."""
-    for name, value in ROWS["vapo" if config.vapo else "ppo"].items():
-        if getattr(config, name) is None:
-            object.__setattr__(config, name, value)
+    asked = "--vapo" if config.vapo and config.value_pretraining is None else "--value-pretraining"
+    fill(config, ROWS["vapo" if config.vapo else "ppo"])
     check_positive(config, "prompts_per_step", "group_size", "critic_lr", "reward_lr", "kl_target")
     check_not_negative(config, "eps_low", "eps_high", "kl_coef", "missing_eos_penalty", "value_clip", "value_coef",
                        "value_pretraining", "lam_alpha", "entropy_coef", "positive_nll", "target_kl",
@@ -105,9 +113,44 @@ def fill_in(config: PPOOptions) -> None:
         raise UserError("--critic-init is what an own critic starts from: use --critic own and --advantage gae, or "
                         "leave it out")
     if config.value_pretraining and (config.critic != "own" or config.advantage != "gae"):
-        raise UserError("--value-pretraining trains a critic while the policy stands still: use --critic own and "
-                        "--advantage gae, or 0")
+        raise UserError(f"{asked} trains a critic while the policy stands still, and with --critic {config.critic} "
+                        f"--advantage {config.advantage} there is no network of its own to train: use --critic own and "
+                        "--advantage gae, or --value-pretraining 0")
 
+
+# ---- what was earned, and what was expected ----
+
+def rewards_of_tokens(config: PPOOptions, rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float,
+                      mesh: Mesh) -> Tensor:
+    """Scores (B,), and the KL of each token (B, S) where it is a cost -> what each token earned, (B, S)."""
+    mask = rollout.action_mask
+    paid = missing_eos_penalty(scores, rollout.finished, config.missing_eos_penalty)
+    earned = token_rewards(paid, mask, kl if config.kl == "reward" else None, kl_coef)
+    return whiten(earned, mask, mesh, shift_mean=False) if config.whiten_rewards else earned
+
+
+def with_advantages(config: PPOOptions, rollout: Rollout, earned: Tensor, critic: Transformer | None, pretraining: bool,
+                    mesh: Mesh) -> Rollout:
+    """The rollout with the advantage of each token, and with the critic's values and what it shall learn, its returns.
+
+    earned : (B, S), of `rewards_of_tokens`
+    """
+    mask = rollout.action_mask
+    if config.advantage == "gae":
+        values, bootstrap = state_values(critic, rollout, config.microbatch_size, mesh, config.bootstrap_cut)
+        lam = length_adaptive_lambda(mask.sum(1), config.lam_alpha) if config.lam_alpha else config.lam
+        value_lam = 1.0 if pretraining else config.value_lam
+        advantages, _ = gae(earned, values, mask, config.gamma, lam, bootstrap)
+        _, returns = gae(earned, values, mask, config.gamma, value_lam, bootstrap)
+        rollout = rollout.replace(values=values, returns=returns)
+    else:
+        advantages = reward_to_go(earned, mask, config.gamma)
+    if config.whiten:
+        advantages = whiten(advantages, mask, mesh, shift_mean=config.advantage != "reinforce")
+    return rollout.replace(advantages=advantages)
+
+
+# ---- losses ----
 
 def critic_loss(out: Output, mb: Rollout, config: PPOOptions, total: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """This microbatch's share of the value loss, and what to log. `total` is that of the policy: `loss_total`."""

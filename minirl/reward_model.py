@@ -32,7 +32,7 @@ from minirl.losses import row_sum
 from minirl.model import Transformer
 from minirl.preference_losses import wins
 from minirl.rollout import Rollout
-from minirl.start import spread
+from minirl.start import prepare, spread
 from minirl.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -74,6 +74,12 @@ def reward_model_of(policy: Transformer, generator: torch.Generator) -> Transfor
     return model
 
 
+def new_reward_model(folder: str | Path, dtype: torch.dtype, config: Any, mesh: Mesh) -> Transformer:
+    """The layers of this folder's model under a new head, ready to be trained by train_dpo.py."""
+    generator = torch.Generator().manual_seed(config.seed)
+    return prepare(reward_model_of(load_model(folder, dtype, mesh.device), generator), config, mesh, folder)
+
+
 def load_reward_model(folder: str | Path, tokenizer: Tokenizer | None = None, dtype: torch.dtype | None = torch.float32,
                       device: str | torch.device = "cpu") -> Transformer:
     """Open a folder that `save_model` wrote, or any sequence classifier of Hugging Face with one label.
@@ -98,12 +104,14 @@ def check_scores(folder: str | Path, tokenizer: Tokenizer | None = None) -> None
 
 
 def open_reward_model(config: Any, start_folder: Path | None, tokenizer: Tokenizer, dtype: torch.dtype,
-                      mesh: Mesh) -> Transformer:
-    """The reward model that pays in a run of train_ppo.py, spread as the policy is.
+                      mesh: Mesh) -> Transformer | None:
+    """The reward model that pays in a run of train_ppo.py, spread as the policy is; None: the task pays.
 
     start_folder : the policy's checkpoint that the run goes on from; a reward model that learns too does so as well
     """
     folder, learns = config.reward_model, config.reward_model_every > 0
+    if not folder:
+        return None
     if start_folder and learns:
         folder = Path(config.run_dir) / "reward_model" / start_folder.name
     model = load_reward_model(folder, tokenizer, dtype, mesh.device)

@@ -1,6 +1,7 @@
 """PPO: the critic and its states, the losses by option, and the trainer in all its forms."""
 
 import json
+import math
 import random
 import shutil
 import signal
@@ -28,6 +29,7 @@ from test_trainers import (  # noqa: F401  (a fixture)
 )
 from torch import tensor
 
+import minirl.ppo
 import train_ppo
 import train_sft
 from minirl.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_checkpoint, save_model
@@ -318,18 +320,18 @@ def test_an_adaptive_price_follows_the_distance_and_is_saved(tmp_path, start):
 def test_a_tool_answer_is_trained_on_where_the_policy_wrote_and_nowhere_else(tmp_path):
     start = train_sft.main(train_sft.Config(run_dir=str(tmp_path / "sft"), **SFT | dict(task="calculator", steps=30)))
     seen = []
-    original = train_ppo.gae
+    original = minirl.ppo.gae
 
     def looking(rewards, values, mask, *rest):
         found = original(rewards, values, mask, *rest)
         seen.append(all(not x[~mask].any() for x in (rewards, *found)))
         return found
 
-    train_ppo.gae = looking
+    minirl.ppo.gae = looking
     try:
         ppo(tmp_path / "run", start, task="calculator", difficulty=2, steps=2, prompts_per_step=8, max_new_tokens=24)
     finally:
-        train_ppo.gae = original
+        minirl.ppo.gae = original
     assert seen and all(seen)
 
 
@@ -362,7 +364,7 @@ def reward_model(tmp_path_factory, start) -> Path:
 
 def test_a_reward_model_pays_and_the_verifier_looks_on(tmp_path, start, reward_model, monkeypatch):
     paid = []
-    monkeypatch.setattr(train_ppo, "missing_eos_penalty", lambda scores, *rest: paid.append(scores) or scores)
+    monkeypatch.setattr(minirl.ppo, "missing_eos_penalty", lambda scores, *rest: paid.append(scores) or scores)
     judged = ppo(tmp_path / "task", start, steps=1)
     scored = ppo(tmp_path / "model", start, steps=1, reward_model=str(reward_model))
     assert scored[1]["reward_mean"] == judged[1]["reward_mean"] == paid[0].mean(), "of the same samples"
@@ -398,7 +400,7 @@ def test_a_folder_that_cannot_be_used_is_known_before_a_cold_start(flag, tmp_pat
         return tmp_path / name
 
     tensors = load_file(reward_model / "model.safetensors")
-    norm = {"model.norm.weight": torch.ones(31)}
+    norm, broken = ({"model.norm.weight": torch.full((size,), value)} for size, value in ((31, 1.0), (32, math.nan)))
     run = tmp_path / "a_run"
     save_checkpoint(run, 3, load_model(reward_model), load_tokenizer(reward_model), {}, {})
     (run / "config.json").write_text("{}")
@@ -408,6 +410,7 @@ def test_a_folder_that_cannot_be_used_is_known_before_a_cold_start(flag, tmp_pat
             damaged("cut", lambda path: path.write_bytes(path.read_bytes()[:-10])): "cut.*is truncated",
             damaged("other", lambda path: save_file(tensors | norm, path)): r"other do not fit.*norm\.weight \(31,\)",
             damaged("half", lambda path: save_file({**norm}, path)): "half do not fit its config.json: missing: ",
+            damaged("nan", lambda path: save_file(tensors | broken, path)): r"nan/model\.safet.*: model\.norm",
             damaged("short", shorten): "short has a context of 4 tokens, but prompts have up to 6 and answers 4",
             damaged("adapter", lambda path: (path.parent / "adapter_config.json").write_text("{}")):
                 "adapter is an adapter, and a .* whole",
@@ -426,9 +429,12 @@ BAD = [
     ("--kl-control threshold --kl-coef 0", "--kl-control threshold multiplies --kl-coef, which is 0"),
     ("--gamma 1.5", "--gamma 1.5: it must lie between 0 and 1"),
     ("--lam -0.1", "--lam -0.1: it must lie between 0 and 1"),
-    ("--value-pretraining 3 --critic joint", "--value-pretraining trains a critic while the policy stands still"),
+    ("--value-pretraining 3 --critic joint", "error: --value-pretraining trains a critic .*with --critic joint "),
+    ("--vapo --critic joint", "error: --vapo trains a critic .*or --value-pretraining 0"),
+    ("--vapo --value-pretraining 3 --advantage reinforce", "error: --value-pretraining .*--advantage reinforce "),
     ("--critic-init x --critic joint", "--critic-init is what an own critic starts from"),
-    ("--value-pretraining 3 --steps 3", "--value-pretraining 3 leaves nothing of --steps 3"),
+    ("--value-pretraining 3 --steps 3", "--steps 3 leaves the policy nothing behind 3 rollouts"),
+    ("--vapo --steps 9", "--steps 9 leaves the policy nothing behind 10 rollouts of value pretraining"),
     ("--minibatches 3 --prompts-per-step 4", "--minibatches 3 does not divide the 4 x 1 rows"),
     ("--missing-eos-penalty -1", "--missing-eos-penalty is -1.0: it must be 0 or above"),
     ("--advantage td", "invalid choice: 'td'"),

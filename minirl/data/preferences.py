@@ -19,7 +19,7 @@ said is in `action_mask`, and `rewards` hold the scores, if there are any.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import isfinite
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minirl.chat import speak
 from minirl.config import UserError, check_not_negative, check_positive
 from minirl.data.dataset import collate, read_split
 from minirl.data.sft import Row, encode_row
@@ -284,15 +285,31 @@ class Preferences:
         return counter_random(self.seed, "epoch", epoch).sample(range(self.size()), self.size())
 
 
+def ready_pairs(config: Any, start_folder: Path | None, tokenizer: Tokenizer) -> Preferences | None:
+    """Pairs that are there before the policy answers anything: of a file, of another run, of the run that goes on."""
+    if config.task == "jsonl":
+        data = read_preferences(config.data, config.eval_data, tokenizer, config.template, config.seed)
+        speak(tokenizer, data.template)
+    elif start_folder or config.pairs:
+        folder = Path(config.run_dir) / "pairs" if start_folder else config.pairs
+        data = Preferences.load(folder, tokenizer, config.seed)
+    else:
+        return None
+    if config.margins and data.train.rewards is None:
+        raise UserError(f"--margins needs a score of each answer, and {config.data} has none: add a column margin, or "
+                        "score_chosen and score_rejected")
+    return data
+
+
 # ---- what a frozen reference says about them ----
 
-def ask_reference(frozen: Callable[[], AbstractContextManager[Transformer | None]], data: Preferences, config: Any,
+def ask_reference(frozen: Callable[[], AbstractContextManager[Transformer]] | None, data: Preferences, config: Any,
                   context: int, mesh: Mesh) -> tuple[Preferences, Rollout | None]:
     """(the pairs held out with ref_logprobs, and with --precompute-ref those to learn; KTO's `mismatched` rows).
 
-    frozen : opens the reference, as a context; None in it is a uniform one, which can say all at once
+    frozen : opens the reference, as a context; None: a uniform one, which can say all at once
     """
-    with frozen() as reference:  # here, so that no name holds on to its memory
+    with (frozen or nullcontext)() as reference:  # here, so that no name holds on to its memory
         ask = partial(with_reference, reference, microbatch_size=2 * config.microbatch_size, mesh=mesh)
         data = data.replace(held_out=ask(data.held_out))
         others = ask(mismatched(data.train, data.pad_id, context)) if config.loss == "kto" else None

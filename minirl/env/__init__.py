@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from minirl.config import UserError
+from minirl.config import UserError, fill
 from minirl.env.addition import Addition
 from minirl.env.base import Env, Episode, Example, Step
 from minirl.env.calculator import Calculator, CalculatorError, calculate
@@ -44,9 +44,7 @@ def fill_sizes(config) -> None:
     """Called while a config of train_grpo.py is made: what was not given is what the task takes from nothing."""
     usual = dict(cold_start_steps=1000, cold_start_accuracy=0.41, prompts_per_step=128, steps=300, microbatch_size=512,
                  eval_problems=500)
-    for name, value in (usual | SIZES.get(config.task, {})).items():
-        if getattr(config, name) is None:
-            object.__setattr__(config, name, value)
+    fill(config, usual | SIZES.get(config.task, {}))
 
 
 def make_env(name: str, data: str = "", eval_data: str = "", difficulty: int = 2, seed: int = 0) -> Env:
