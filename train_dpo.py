@@ -70,14 +70,14 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
     epochs: float | None = None  # passes over the pairs; none: 8, 4 for a reward model
     batch_size: int = 64  # pairs an update, over all ranks
     microbatch_size: int = 64  # pairs a forward pass
-    lr: float | None = None  # peak learning rate; none: 5e-4, 1e-3 for a reward model
+    lr: float = 5e-4  # peak learning rate
     # logging and evaluation
     log_every: int = 10  # steps between lines on the console; metrics.jsonl has every step
     eval_every: int = 50  # steps between evaluations; 0: only before and after
 
     def __post_init__(self):
-        fill(self, dict(pairs_per_problem=4, epochs=4.0, lr=1e-3) if self.loss == "reward" else
-             dict(pairs_per_problem=1, epochs=8.0, lr=5e-4))
+        fill(self, dict(pairs_per_problem=4, epochs=4.0) if self.loss == "reward" else
+             dict(pairs_per_problem=1, epochs=8.0))
         check_shared(self)
         check_pairs(self)
         objective(self)

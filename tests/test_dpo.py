@@ -401,10 +401,10 @@ def test_a_new_reward_model_begins_as_an_expert_of_its_own(tmp_path, unbroken, m
 
 
 def test_what_is_not_given_is_that_of_a_policy_or_of_a_reward_model():
-    for loss, values in (("dpo", (1, 8.0, 5e-4)), ("reward", (4, 4.0, 1e-3))):
+    for loss, values in (("dpo", (1, 8.0)), ("reward", (4, 4.0))):
         config = train_dpo.Config(loss=loss)
-        assert (config.pairs_per_problem, config.epochs, config.lr) == values
-    assert train_dpo.Config(loss="reward", lr=0.5).lr == 0.5
+        assert (config.pairs_per_problem, config.epochs) == values
+    assert train_dpo.Config(loss="reward", epochs=0.5).epochs == 0.5
 
 
 # ---- bad input ----
