@@ -1,5 +1,6 @@
 """Pipeline parallelism on real processes: however a model is cut into stages, the numbers are those of one process."""
 
+import functools
 import itertools
 import os
 import time
@@ -137,6 +138,12 @@ def staged() -> dict:
     return {case: [result[case] for result in each] for each in ranks for case in each[0]}
 
 
+@functools.cache
+def alone(steps: int, name: str, size: int, option: str) -> dict:
+    """On one process, which has no schedule: once for all of them."""
+    return study(Mesh(), steps, name, "1f1b", 1, size, option)
+
+
 def close(found, wanted, hint):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=lambda text: f"{hint}: {text}")
 
@@ -147,7 +154,7 @@ def test_losses_gradients_weights_and_samples_are_those_of_one_process(staged, c
     if case not in staged:
         pytest.skip("no stories260k here")
     dp, pp, name, _, _, size, option = case
-    one = study(Mesh(), STEPS[pp], name, "1f1b", 1, size, option)
+    one = alone(STEPS[pp], name, size, option)
     assert len({tuple(row) for row in one["tokens 1.0"]}) == 8, "the samples differ"
     for rank, found in enumerate(staged[case]):
         close(torch.tensor(found["losses"]), torch.tensor(one["losses"]), f"losses on rank {rank}")

@@ -176,16 +176,6 @@ def test_sigterm_to_torchrun_saves_before_the_workers_leave(tmp_path):
         assert latest_checkpoint(run) == run / f"step_{last}" and last > 2, job.text[-3000:]
 
 
-def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
-                      "barrier(mesh)\nif mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\n"
-                      "time.sleep(300)\n")
-    with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until(job.ended, for_a_start()) and job.agents[0].exitcode
-        assert "RuntimeError: broken microbatch" in job.text and 'script.py", line 6' in job.text
-
-
 def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
     script = tmp_path / "script.py"  # in which the others wait until torchrun ends them, however late the first rank is
     script.write_text("import train_sft\nfrom minirl.config import run\nfrom minirl.parallel import mesh\n"
@@ -197,21 +187,28 @@ def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
             "error: 5 rows of --batch-size do not divide over 2 replicas: use a multiple of 2"]
 
 
-def test_the_ranks_of_a_killed_torchrun_die_with_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
-                      f"barrier(mesh)\npathlib.Path({str(tmp_path)!r}, 'ready').touch()\ntime.sleep(60)\n")
-    with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until((tmp_path / "ready").exists, for_a_start()), job.text
-        assert len(job.look()) == 5
-        job.agents[0].kill()
-        assert wait_until(job.ended, 10), "ranks of a killed launcher live on"
+ENDINGS = {  # of the second of two ranks, or of its torchrun, while the first does nothing
+    "broken": "if mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\ntime.sleep(300)\n",
+    "killed": "pathlib.Path(__file__).with_name('ready').touch()\ntime.sleep(300)\n",
+    "in good order": f"time.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n",
+}
 
 
-def test_ranks_that_end_in_good_order_at_different_times_are_left_alone(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import time\nfrom minirl.parallel import barrier, init_mesh\nmesh = init_mesh('cpu')\n"
-                      f"barrier(mesh)\ntime.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n")
-    with Job(tmp_path, str(script), ranks=2) as job:
-        assert wait_until(job.ended, for_a_start())
-        assert job.agents[0].exitcode == 0 and job.text.count("is done") == 2, job.text
+def test_an_exception_and_a_killed_torchrun_end_a_job_and_ranks_that_end_in_good_order_are_left_alone(tmp_path):
+    jobs = {}
+    with contextlib.ExitStack() as stack:
+        for name, ending in ENDINGS.items():  # at the same time, for they wait for most of it
+            script = tmp_path / name / "script.py"
+            script.parent.mkdir()
+            script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\n"
+                              f"mesh = init_mesh('cpu')\nbarrier(mesh)\n{ending}")
+            jobs[name] = stack.enter_context(Job(script.parent, str(script), ranks=2))
+        broken, killed, good = jobs.values()
+        assert wait_until((tmp_path / "killed/ready").exists, len(jobs) * for_a_start()), killed.text
+        assert len(killed.look()) == 5
+        killed.agents[0].kill()
+        assert wait_until(killed.ended, 10), "ranks of a killed launcher live on"
+        assert wait_until(broken.ended, len(jobs) * for_a_start()) and broken.agents[0].exitcode
+        assert "RuntimeError: broken microbatch" in broken.text and 'script.py", line 6' in broken.text
+        assert wait_until(good.ended, len(jobs) * for_a_start())
+        assert good.agents[0].exitcode == 0 and good.text.count("is done") == 2, good.text

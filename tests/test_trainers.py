@@ -470,15 +470,16 @@ ONE_STEP = LAYOUT | dict(dtype="float32", steps=1, epochs=1, minibatches=1, micr
 
 @pytest.fixture(scope="module")
 def spread(layouts, tmp_path_factory, sft_run) -> Path:
-    """LAYOUT/KIND of every layout: float64, as one process did; float32; float32 on what one process has sampled."""
+    """LAYOUT/KIND of every layout: float64, as one process did; of two ranks also float32, on own samples and on those
+    of one process."""
     root, init = tmp_path_factory.mktemp("spread"), {"init": str(sft_run / "step_60")}
     train("train_grpo", ONE_STEP | init | dict(run_dir=str(root / "alone")))
     for ranks, some in SPREAD.items():
         run_ranks(train_all, ranks, "train_grpo", [
             options | layout | init | dict(run_dir=str(root / str(layout) / kind)) for layout in some
             for kind, options in (("float64", LAYOUT), ("float32", ONE_STEP),
-                                  ("replay", ONE_STEP | dict(replay=str(root / "alone/rollouts/step_1"))))],
-            timeout=240)
+                                  ("replay", ONE_STEP | dict(replay=str(root / "alone/rollouts/step_1"))))
+            if kind == "float64" or ranks == 2], timeout=240)
     return root
 
 
@@ -503,14 +504,14 @@ def test_every_layout_trains_as_one_process_and_goes_on_as_one(layouts, spread, 
 @dist
 def test_in_float32_a_replayed_rollout_has_the_losses_of_one_process_and_hardly_a_token_is_drawn_otherwise(spread):
     alone, rows, flipped = numbers(spread / "alone")[1], sampled(spread / "alone", 1), 0
-    for layout in SPREADS:
+    for layout in SPREAD[2]:
         replayed, own = (numbers(spread / str(layout) / kind)[1] for kind in ("replay", "float32"))
         for name in ("loss", "kl_ref", "entropy", "grad_norm"):
             assert replayed[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), (layout, name)
         assert max(replayed["ratio_max_deviation"], own["ratio_max_deviation"]) <= 1e-5, layout
         found = sampled(spread / str(layout) / "float32", 1)
         flipped += sum(ours != theirs for ours, theirs in zip(found, rows, strict=True))
-    assert flipped <= 2, f"{flipped} of {7 * len(rows)} rows differ"
+    assert flipped <= 2, f"{flipped} of {4 * len(rows)} rows differ"
 
 
 SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2),
@@ -520,7 +521,8 @@ SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2),
 
 @dist
 def test_sft_in_every_layout_has_the_numbers_of_one_process(tmp_path):
-    options = SFT | dict(dtype="float64", steps=4, batch_size=16, microbatch_size=4, eval_every=2, eval_rows=20)
+    options = SFT | dict(dtype="float64", steps=2, batch_size=8, microbatch_size=2, eval_every=1, eval_rows=6,
+                         eval_problems=2)
     train("train_sft", options | dict(run_dir=str(tmp_path / "one")))
     for ranks, some in SFT_SPREAD.items():
         run_ranks(train_all, ranks, "train_sft",
