@@ -504,7 +504,7 @@ def test_a_task_that_is_never_solved_changes_nothing_and_the_trainer_says_so(rec
 
 
 STALE = dict(staleness=2, sampler_noise=0.1)
-AGAIN, GTPO = dict(resample=4, overlong=0.2), dict(entropy_credit="gtpo")
+AGAIN = dict(resample=4, overlong=0.2)
 # Recipes by what depends on ranks, several such things in one run. Over replicas: how many rows each draws (resample,
 # grow, retry, partial, an expert's), statistics of the batch (whiten, delta), the highest of all its tokens (cov,
 # top_entropy) or groups (keep_groups). Over columns: sums over rows (sequence, product, off_policy_gap) and what is
@@ -512,11 +512,11 @@ AGAIN, GTPO = dict(resample=4, overlong=0.2), dict(entropy_credit="gtpo")
 # and hidden states (delta) of a second look, an adapter, samples that another policy drew.
 SPREAD = [
     (dict(dp=2), [("icepop", STALE | AGAIN), ("gdpo", {}), ("luffy", dict(top_entropy=0.2)), ("adaptive", {}),
-                  ("starpo_s", dict(cov="clip", cov_share=0.1)), ("srpo", {}), ("delta", GTPO),
+                  ("starpo_s", dict(cov="clip", cov_share=0.1)), ("srpo", {}), ("delta", {}),
                   ("default", dict(partial=1))]),
-    (dict(cp=2), [("gspo", dict(eps_low=0.01, eps_high=0.01)), ("kimi", dict(off_policy_gap=0.5)), ("delta", GTPO),
-                  ("tree_rpo", dict(branch_span=1))]),
-    (dict(pp=2), [("tis", STALE | dict(top_entropy=0.2)), ("vps", dict(sar_coef=0.2)), ("delta", GTPO),
+    (dict(cp=2), [("gspo", dict(eps_low=0.01, eps_high=0.01)), ("kimi", dict(off_policy_gap=0.5)), ("delta", {}),
+                  ("gtpo", {}), ("tree_rpo", dict(branch_span=1))]),
+    (dict(pp=2), [("tis", STALE | dict(top_entropy=0.2)), ("vps", dict(sar_coef=0.2)), ("delta", {}),
                   ("kl_cov", dict(cov_share=0.1, epochs=2, lora_rank=2, kl_coef=0.01))]),
     (dict(tp=2), [("gspo", dict(eps_low=0.01, eps_high=0.01, epochs=2) | AGAIN), ("vps", dict(sar_coef=0.2)),
                   ("delta", dict(lora_rank=2)), ("tree_rpo", dict(branch_span=1))]),
