@@ -6,6 +6,10 @@ import torch
 torch.set_num_threads(1)  # the tensors of tests are small: a second thread waits longer for the first than it helps
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-model", action="store_true", help="every layout with every model: minutes")
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Reference models and values, made with other libraries, in a folder beside the repository."""

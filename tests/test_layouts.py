@@ -1,4 +1,7 @@
-"""Every layout is the same run: losses, weights after five updates, samples and checkpoints of one process."""
+"""Every layout is the same run: losses, weights after five updates, samples and checkpoints of one process.
+
+`pytest tests/test_layouts.py --every-model` tries all layouts with all models, five updates each.
+"""
 
 import gc
 import shutil
@@ -37,8 +40,10 @@ STORIES = Path(__file__).resolve().parents[2] / "shared/models/stories260k"
 MODELS = {  # a trained model of 5 layers, 8 heads, 4 key heads and 512 words; without the file one of its kind
     "stories260k": str(STORIES) if STORIES.is_dir() else LLAMA,
     "qwen3": QWEN3,  # 2 key heads, its output matrix not tied
+    "llama": LLAMA,
 }
-STEPS = {"stories260k": (range(1), range(1, 5)), "qwen3": (range(3),)}  # with a checkpoint at the end of each
+FIVE = (range(1), range(1, 5))  # updates, with a checkpoint at the end of each part
+STEPS = {"stories260k": FIVE, "qwen3": (range(3),)}
 BOTH, ONE = ("stories260k", "qwen3"), ("stories260k",)
 LAYOUTS = {  # ranks -> layout, models. One axis over four ranks is tried with others in the tests of that axis
     1: [(dict(), BOTH)],
@@ -120,16 +125,22 @@ def train(model: Transformer, mesh: Mesh, steps: range, optimizer=None) -> tuple
     return history, optimizer
 
 
-def every_layout(folder: str, world: int) -> list:
+def cases(world: int, every: bool) -> list[tuple[int, dict, dict[str, tuple[range, ...]]]]:
+    """(number, layout, the models that it is tried with and their updates)."""
+    return [(number, layout, dict.fromkeys(MODELS, FIVE) if every else {name: STEPS[name] for name in names})
+            for number, (layout, names) in enumerate(LAYOUTS[world])]
+
+
+def every_layout(folder: str, world: int, every: bool) -> list:
     """On each rank: what every layout and model came to, and its checkpoints in a folder of their own."""
     found, env = [], make_env("addition", difficulty=1)
-    for number, (layout, names) in enumerate(LAYOUTS[world]):
+    for number, layout, models in cases(world, every):
         mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
         options = {name: value for name, value in layout.items() if name not in AXES}
-        for name in names:
+        for name, parts in models.items():
             model = parallelize(model_of(MODELS[name]), mesh, **options)
             history, optimizer = [], None
-            for steps in STEPS[name]:
+            for steps in parts:
                 more, optimizer = train(model, mesh, steps, optimizer)
                 history += more
                 out = Path(folder) / f"{number}_{name}"
@@ -152,20 +163,26 @@ def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, tuple]:
+def every(request) -> bool:
+    return request.config.getoption("--every-model")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, every) -> dict[str, tuple]:
     """Of one process, by the model."""
     folder = tmp_path_factory.mktemp("alone")
-    return {name: (*found, {steps.stop: saved(folder / f"0_{name}", steps.stop) for steps in STEPS[name]})
-            for _, name, *found in every_layout(str(folder), 1)}
+    parts = cases(1, every)[0][2]
+    return {name: (*found, {steps.stop: saved(folder / f"0_{name}", steps.stop) for steps in parts[name]})
+            for _, name, *found in every_layout(str(folder), 1, every)}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_layout_is_the_run_of_one_process(world, alone, tmp_path):
+def test_every_layout_is_the_run_of_one_process(world, alone, every, tmp_path):
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10)
-    for found in run_ranks(every_layout, world, str(tmp_path), world, timeout=280):
+    layouts = [layout for layout, _ in LAYOUTS[world]]
+    for found in run_ranks(every_layout, world, str(tmp_path), world, every, timeout=900 if every else 280):
         for number, name, history, logprobs, sampled, metrics in found:
-            layout = LAYOUTS[world][number][0]
-            where = f"{layout}, {name}"
+            where = f"{layouts[number]}, {name}"
             history1, logprobs1, sampled1, metrics1, _ = alone[name]
             for step, (stats, stats1) in enumerate(zip(history, history1, strict=True)):
                 assert stats == pytest.approx(stats1, rel=1e-9, abs=1e-11), (where, step)
@@ -174,13 +191,12 @@ def test_every_layout_is_the_run_of_one_process(world, alone, tmp_path):
             for x, x1 in zip(sampled, sampled1):
                 close(x, x1, msg=where)
             assert metrics == pytest.approx(metrics1 if metrics else {}), where
-    runs = [(number, layout, name) for number, (layout, names) in enumerate(LAYOUTS[world]) for name in names]
-    for number, layout, name in runs:
+    for number, name in [(number, name) for number, _, models in cases(world, every) for name in models]:
         for step, theirs in alone[name][-1].items():
-            ours = saved(tmp_path / f"{number}_{name}", step)
-            assert ours.keys() == theirs.keys(), layout
+            ours, where = saved(tmp_path / f"{number}_{name}", step), f"{layouts[number]}, {name}, step {step}"
+            assert ours.keys() == theirs.keys(), where
             for key in theirs:
-                close(ours[key], theirs[key], msg=f"{layout}, {name}, step {step}: {key}",
+                close(ours[key], theirs[key], msg=f"{where}: {key}",
                       atol=1e-12 if step == 1 and key.startswith("exp_avg") else 1e-10)
 
 
