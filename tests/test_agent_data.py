@@ -12,10 +12,11 @@ import pytest
 from minirl.config import UserError, cli
 from minirl.data import convert
 from minirl.data.apibench import read_instruction
-from minirl.data.augment import number_names, recovery_row, shuffle_tools
-from minirl.data.bfcl import ast_error, ast_score, convert_bfcl, parse_python_calls
+from minirl.data.augment import new_values, number_names, recovery_row, shuffle_tools
+from minirl.data.bfcl import NO_CALL, ast_error, ast_score, convert_bfcl, parse_python_calls
 from minirl.data.failures import FAILURES, classify, preference_pairs
 from minirl.data.jsonl import each_row
+from minirl.data.made_up import copying_row, made_up_row
 from minirl.data.quality import quality_parts, quality_score
 from minirl.data.scrub import scrub
 from minirl.data.sft import encode_row
@@ -593,6 +594,50 @@ def test_tools_are_shuffled_and_the_called_ones_stay():
     assert orders == {0, 1, 2, 3, 4} and row["tools"] == [ADD, tool("own")]
     assert shuffle_tools(row, Random(1), others) == shuffle_tools(row, Random(1), others)
     assert shuffle_tools(row, Random(1), (), most=1)["tools"] == [ADD]
+
+
+def test_what_a_call_repeats_is_exchanged_in_question_and_call():
+    row = {"messages": [user("Heat Ann Lee's 12 pots, 120 g, to 300K at 7.5, -3 or 12, fast."), said(None, (
+        "heat", {"who": "Ann Lee", "n": 12, "at": [300, 7.5, {"t": -3}], "mode": "fast", "other": 99, "on": True}))],
+        "tools": [tool("heat") | {"modes": "fast or slow"}], "possible_answer": [{}], "id": "x"}
+    kept = copy.deepcopy(row)
+    new = new_values(row, Random(3), ["apple", "stone"])
+    assert row == kept and new == new_values(row, Random(3), ["apple", "stone"])
+    call = new["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    hot, warm, cold = *call["at"][:2], call["at"][2]["t"]
+    assert new["messages"][0]["content"] == (
+        f"Heat {call['who']}'s {call['n']} pots, 120 g, to {hot}K at {warm}, {cold} or {call['n']}, fast.")
+    assert call["who"] in {f"{a} {b}" for a in ("Apple", "Stone") for b in ("Apple", "Stone")}
+    assert (call["mode"], call["other"], call["on"]) == ("fast", 99, True), "one of the tool's choices; never said"
+    assert 10 <= call["n"] <= 99 and 100 <= hot <= 999 and type(hot) is int and type(warm) is float and cold <= 0
+    assert new["id"] == "x" and "possible_answer" not in new and new["tools"] == row["tools"]
+    assert [new_values(row, Random(i), ["a"])["messages"][0] != row["messages"][0] for i in range(20)].count(False) == 0
+    parts = {"prompt": row["messages"][:1], "completion": row["messages"][1:], "tools": row["tools"]}
+    made = new_values(parts, Random(3), ["apple", "stone"])
+    assert made["prompt"] + made["completion"] == new["messages"]
+
+
+def test_made_up_rows_can_be_answered_from_what_they_say():
+    words, kinds, rng = ["apple", "stone", "river", "engine"], Counter(), Random(0)
+    for _ in range(400):
+        row = made_up_row(rng, words)
+        check_trajectory(row["messages"], row["tools"])
+        question, answer = (message["content"] for message in row["messages"])
+        calls = [call["function"] for call in row["messages"][1].get("tool_calls", [])]
+        kinds[len(calls), len(row["tools"])] += 1
+        assert answer == (None if calls else NO_CALL)
+        for call in calls:
+            for value in call["arguments"].values():
+                for each in value if isinstance(value, list) else [value]:
+                    assert isinstance(each, bool) or str(each) in question
+    assert 70 < sum(n for (calls, _), n in kinds.items() if not calls) < 130 and {1, 2, 3} == {n for _, n in kinds}
+    assert {0, 1, 2, 3} == {calls for calls, _ in kinds}
+    assert made_up_row(Random(5), words) == made_up_row(Random(5), words)
+    easy = [made_up_row(rng, words, 1, 1) for _ in range(50)]
+    assert {len(row["tools"]) for row in easy} == {1}
+    assert {len(row["messages"][1].get("tool_calls", [])) for row in easy} == {0, 1}
+    copied = copying_row(rng, words)
+    assert copied["prompt"] == copied["completion"] + "\n"
 
 
 def test_a_mistake_is_read_and_its_mending_learnt():

@@ -6,6 +6,7 @@ seen an error does not know what to do after it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -121,3 +122,73 @@ def number_names(row: dict[str, Any]) -> dict[str, Any]:
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """All messages of a row, whether it has "messages" or "prompt" and "completion"."""
     return row["messages"] if "messages" in row else [*row["prompt"], *row.get("completion", [])]
+
+
+def new_values(row: dict[str, Any], rng: Random, words: Sequence[str]) -> dict[str, Any]:
+    """The row with other numbers and words where its calls repeat what the user said, in question and calls alike.
+
+    What a call has to repeat is then to be read: it cannot be known from the row's other words. Numbers keep their
+    digits' count and texts their words' count and capitals; a text that the tools mention too stays, for it may be
+    one of a few choices. `possible_answer`, which held for the old values, goes.
+
+    words : what new texts are made of, in lower case
+    """
+    messages = messages_of(row)
+    heard = " ".join(str(message["content"]) for message in messages if message["role"] == "user")
+    told = str(row.get("tools"))
+    calls = [call["function"] for message in messages for call in message.get("tool_calls") or []]
+    new: dict[str, str] = {}
+    for value in _leaves([call["arguments"] for call in calls]):
+        text = str(value)
+        if isinstance(value, bool) or not _said(text).search(heard) or (isinstance(value, str) and text in told):
+            continue
+        new[text] = _number_like(text, rng) if isinstance(value, (int, float)) else re.sub(
+            "[A-Za-z]+", lambda found: _word_like(found[0], rng.choice(words)), text)
+    if not new:
+        return {key: value for key, value in row.items() if key != "possible_answer"}
+    places = _said(*sorted(new, key=len, reverse=True))
+
+    def exchanged(value: Any) -> Any:
+        """The value with every text and number in it exchanged, where it has a new one."""
+        if isinstance(value, dict):
+            return {key: exchanged(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [exchanged(inner) for inner in value]
+        if isinstance(value, bool) or str(value) not in new:
+            return value
+        return type(value)(new[str(value)])
+
+    changed = []
+    for message in messages:
+        if message["role"] == "user":
+            message = message | {"content": places.sub(lambda found: new[found[0]], message["content"])}
+        if message.get("tool_calls"):
+            message = message | {"tool_calls": [
+                call | {"function": call["function"] | {"arguments": exchanged(call["function"]["arguments"])}}
+                for call in message["tool_calls"]]}
+        changed.append(message)
+    start = len(row.get("prompt") or [])
+    split = {"messages": changed} if "messages" in row else {"prompt": changed[:start], "completion": changed[start:]}
+    return {key: value for key, value in row.items() if key != "possible_answer"} | split
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The texts, numbers and booleans in nested lists and objects."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return [leaf for inner in value for leaf in _leaves(inner)] if isinstance(value, list) else [value]
+
+
+def _said(*texts: str) -> re.Pattern[str]:
+    """One of the texts, and not as a part of a longer word or number; 300 is said in "300K"."""
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, texts))})(?!\.?\d|(?<!\d)\w)")
+
+
+def _number_like(text: str, rng: Random) -> str:
+    """Another number with as many digits, the same sign and the same decimal point."""
+    first = iter([True])
+    return re.sub(r"\d", lambda _: str(rng.randint(1 if next(first, False) and len(text) > 1 else 0, 9)), text)
+
+
+def _word_like(old: str, word: str) -> str:
+    return word.upper() if old.isupper() and len(old) > 1 else word.capitalize() if old[0].isupper() else word
