@@ -76,6 +76,17 @@ def table(reports: list[dict[str, float]], heads: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compare(models: dict[str, Path], rows: dict[str, list[dict]], limit: int) -> str:
+    """The table of every model on all rows of each name; limit: tokens of an answer."""
+    reports, heads = [], []
+    for name, some in rows.items():
+        for when, folder in models.items():
+            model, tokenizer = load_model(folder), load_tokenizer(folder)
+            reports.append(measure(play(model, tokenizer, "plain", some, max_new_tokens=limit)))
+            heads.append(f"{len(some)} rows {name}, {when}")
+    return table(reports, heads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bfcl", nargs="+", required=True, help="BFCL's files; possible_answer/ lies beside them")
@@ -95,13 +106,8 @@ def main() -> None:
         save_model(Transformer(shape).init_weights(torch.Generator().manual_seed(0)), start, tokenizer)
     agent = train(train_sft, options.run_dir / "agent", task="jsonl", data=str(data), template="plain", init=str(start),
                   epochs=options.epochs, batch_size=8, microbatch_size=4, lr=3e-3, eval_every=60, save_every=60)
-    reports, heads = [], []
-    for name, rows in (("held out", held_out), ("learnt", learnt)):
-        rows = rows[:: ceil(len(rows) / 100)]
-        for stage, model in (("before", start), ("after", agent)):
-            reports.append(measure(play(load_model(model), load_tokenizer(model), "plain", rows, max_new_tokens=100)))
-            heads.append(f"{len(rows)} rows {name}, {stage}")
-    text = table(reports, heads)
+    some = {name: rows[:: ceil(len(rows) / 100)] for name, rows in (("held out", held_out), ("learnt", learnt))}
+    text = compare({"before": start, "after": agent}, some, 100)
     print(text)
     if options.docs:
         into_docs("agent_eval.md", "small_agent.py", text)

@@ -24,12 +24,10 @@ from random import Random
 
 import torch
 from experiment import into_docs, train  # which finds the trainers
-from small_agent import save_words, table
+from small_agent import compare, save_words
 
 import train_sft
-from minirl.agent_eval import play
-from minirl.agent_metrics import measure
-from minirl.checkpoint import load_model, save_model
+from minirl.checkpoint import save_model
 from minirl.config import write_text
 from minirl.data.augment import new_values, number_names, shuffle_tools
 from minirl.data.bfcl import NO_CALL
@@ -110,13 +108,9 @@ def main() -> None:
     real = varied([row for i, row in enumerate(learnt) if i % 10 != 9], words, options.copies, rng)
     after = stage("real", before, real, [number_names(row) for row in watched], epochs=1, lr=2e-3)
 
-    reports, heads = [], []
-    for name, rows in (("held out", [number_names(row) for row in held_out]), ("learnt", numbered[::3]),
-                       ("made up", [made_up_row(rng, words) for _ in range(60)])):
-        for when, model in (("before", before), ("after", after)):
-            reports.append(measure(play(load_model(model), load_tokenizer(model), "plain", rows, max_new_tokens=150)))
-            heads.append(f"{len(rows)} rows {name}, {when}")
-    text = table(reports, heads)
+    rows = {"held out": [number_names(row) for row in held_out], "learnt": numbered[::3],
+            "made up": [made_up_row(rng, words) for _ in range(60)]}
+    text = compare({"before": before, "after": after}, rows, 150)
     print(text)
     if options.docs:
         into_docs("agent_eval.md", "small_agent_copies.py", text)

@@ -379,7 +379,8 @@ class Transformer(nn.Module):
     def frames(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                cache: KVCache | None, prefixes: Prefixes | None = None) -> list[Frame]:
         """The frame of each layer; layers of one kind share theirs."""
-        config, T, dtype, share = self.config, tokens.shape[1], self.dtype, self.repeats
+        config, dtype, share = self.config, self.dtype, self.repeats
+        T = tokens.shape[1] if prefixes is None else prefixes.index.shape[1]  # of a row
         span = T if positions is None or prefixes is not None else math.inf  # how far apart a row's positions may lie
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None] if documents is None else restart(documents)
@@ -391,7 +392,6 @@ class Transformer(nn.Module):
             positions = positions.expand(tokens.shape)
             sights = {window: cache_sight(positions, first, last, window, share, dtype) for window in windows}
         else:
-            T = T if prefixes is None else prefixes.index.shape[1]
             if config.learned_positions and T > config.limit:
                 raise UserError(f"a row of {T} tokens is too long: this model has {config.limit} positions")
             fused = not config.attn_logit_softcapping  # that kernel knows by itself what causal means, and who shares

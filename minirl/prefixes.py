@@ -4,7 +4,7 @@ GRPO answers each prompt G times and then trains on G rows that all repeat it. W
 does not depend on what follows, so its tokens go through the layers once, and each answer's queries look at the keys
 and values of its prompt, then at its own:
 
-    4 rows, 24 tokens           2 prefixes and 4 tails, 16 tokens
+    4 rows, 23 tokens           2 prefixes and 4 tails, 16 tokens
 
     p p p p a a                 p p p p                    keys that a tail sees
     p p p p b b                 q q q                      a a      p p p p | a a
@@ -13,8 +13,8 @@ and values of its prompt, then at its own:
                                                            d d d    q q q   | d d d
 
 All else in a transformer looks at one token at a time and does not care where it lies: prefixes and tails are laid end
-to end in one row of N tokens, and only attention cuts it up again. The numbers are those of whole rows but for rounding
-and so are the gradients: that of a shared token is the sum over the rows that have it.
+to end in one row of N tokens, and only attention cuts it up again. The numbers are those of whole rows but for
+rounding, and so are the gradients: that of a shared token is the sum over the rows that have it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,12 @@ class Prefixes:
         second = attend(tails[0], keys, values, masks[1])
         return torch.cat((first.flatten(0, 1), second.flatten(0, 1)))[None]
 
-    def sight(self, window: int, share: int, dtype: torch.dtype, plain: bool) -> tuple:
-        """The rest of a `model.Frame`: the mask of prefixes, ..., and of tails (B, 1, share * C, A + C)."""
+    def sight(self, window: int, share: int, dtype: torch.dtype,
+              plain: bool) -> tuple[Tensor | None, int, int, Prefixes, Tensor]:
+        """The last fields of a `model.Frame`, from `mask` on: what prefixes and tails see. Both masks are additive.
+
+        plain : prefixes need no mask, (1, 1, share * A, A); that of tails is (B, 1, share * C, A + C)
+        """
         A, B, C = self.shape[1:]
         heads, tails = self.cut(self.positions)  # (P, A), (B, C)
         columns = torch.arange(max(A, C), device=tails.device)

@@ -513,13 +513,14 @@ AGAIN = dict(resample=4, overlong=0.2)
 SPREAD = [
     (dict(dp=2), [("icepop", STALE | AGAIN), ("gdpo", {}), ("luffy", dict(top_entropy=0.2)), ("adaptive", {}),
                   ("starpo_s", dict(cov="clip", cov_share=0.1)), ("srpo", {}), ("delta", {}),
-                  ("default", dict(partial=1))]),
+                  ("reinforce_pp", {}), ("dapo", {}), ("deepseek_v32", {}), ("default", dict(partial=1))]),
     (dict(cp=2), [("gspo", dict(eps_low=0.01, eps_high=0.01)), ("kimi", dict(off_policy_gap=0.5)), ("delta", {}),
                   ("gtpo", {}), ("tree_rpo", dict(branch_span=1))]),
     (dict(pp=2), [("tis", STALE | dict(top_entropy=0.2)), ("vps", dict(sar_coef=0.2)), ("delta", {}),
                   ("kl_cov", dict(cov_share=0.1, epochs=2, lora_rank=2, kl_coef=0.01))]),
     (dict(tp=2), [("gspo", dict(eps_low=0.01, eps_high=0.01, epochs=2) | AGAIN), ("vps", dict(sar_coef=0.2)),
-                  ("delta", dict(lora_rank=2)), ("tree_rpo", dict(branch_span=1))]),
+                  ("delta", dict(lora_rank=2)), ("tree_rpo", dict(branch_span=1)), ("deepseek_v32", {}),
+                  ("kl_cov", dict(cov_share=0.1))]),
     (dict(zero=3), [("gspo", dict(eps_low=0.01, eps_high=0.01, epochs=2) | AGAIN), ("luffy", dict(top_entropy=0.2)),
                     ("default", dict(partial=1))]),
 ]
