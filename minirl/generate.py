@@ -231,20 +231,21 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     was_training = policy.training
     policy.eval()  # dropout would make what is sampled another distribution than what is scored
     try:
-        while waiting or len(batch.rows):
-            room = max_rows - len(batch.rows)
-            if branch is not None:  # who is let in brings a family
-                room = max(room // branch.family, int(not len(batch.rows)))
-            if waiting and room > 0:
-                batch.admit(waiting[:room], alike)
-                waiting = waiting[room:]
-            sample_next(policy, batch, turns, streams, temperature, top_k, top_p)
-            if branch is not None:
-                going = batch.alive | turns.waiting[batch.rows]
-                forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
-                batch.fork(forks)
-                waiting += late
-            batch.settle(turns.waiting)
+        with policy.bare():
+            while waiting or len(batch.rows):
+                room = max_rows - len(batch.rows)
+                if branch is not None:  # who is let in brings a family
+                    room = max(room // branch.family, int(not len(batch.rows)))
+                if waiting and room > 0:
+                    batch.admit(waiting[:room], alike)
+                    waiting = waiting[room:]
+                sample_next(policy, batch, turns, streams, temperature, top_k, top_p)
+                if branch is not None:
+                    going = batch.alive | turns.waiting[batch.rows]
+                    forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
+                    batch.fork(forks)
+                    waiting += late
+                batch.settle(turns.waiting)
     finally:
         policy.train(was_training)
     rollout = tapes.rollout(first_id, group_size)

@@ -15,7 +15,8 @@ causal model cannot look there: the padded tail needs no mask, only a loss that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.linear_logprob import Impl
+from minirl.bare import bare
 from minirl.config import UserError
 from minirl.prefixes import Prefixes
 from minirl.rope import Rotary
@@ -177,9 +179,8 @@ def rotate(x: Tensor, frame: Frame) -> Tensor:
 def write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """Store k and v (B, T, K, E) at their positions in keys and values (B, K, slots, E); returns the slots in sight."""
     if frame.mask is None:  # all rows write the same slot, the last in use
-        slot = frame.positions[0]  # (1,)
-        keys.index_copy_(2, slot, k.transpose(1, 2))
-        values.index_copy_(2, slot, v.transpose(1, 2))
+        keys[:, :, frame.used - 1] = k[:, 0]
+        values[:, :, frame.used - 1] = v[:, 0]
     else:
         rows = torch.arange(len(k), device=k.device)[:, None]  # (B, 1), indexes with positions (B, T)
         keys.transpose(1, 2).index_put_((rows, frame.positions), k)
@@ -287,6 +288,7 @@ class Transformer(nn.Module):
         self.head_impl: Impl = "auto"  # what computes log-probs: "torch", "triton", or what there is
         self.gradient_checkpointing = False  # True: backward computes each block again, and keeps its input alone
         self.pipeline = None  # `parallel.pipeline.Pipeline`, when other processes have some of the layers
+        self.bare_layers: list[Callable[..., Tensor]] | None = None  # while the sampler runs, see bare.py
 
     @property
     def head_weight(self) -> Tensor:
@@ -333,12 +335,22 @@ class Transformer(nn.Module):
 
     def run(self, x: Tensor, frames: list[Frame], cache: KVCache | None, layers: Iterable[int]) -> Tensor:
         """(B, T, D) -> (B, T, D) through the blocks of those numbers."""
+        blocks = self.layers if cache is None or self.bare_layers is None else self.bare_layers
         for layer in layers:
             if self.gradient_checkpointing and cache is None:
-                x = checkpoint(self.layers[layer], x, frames[layer], None, layer, use_reentrant=False)
+                x = checkpoint(blocks[layer], x, frames[layer], None, layer, use_reentrant=False)
             else:
-                x = self.layers[layer](x, frames[layer], cache, layer)
+                x = blocks[layer](x, frames[layer], cache, layer)
         return x
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """While this lasts, passes with a cache call the layers as `bare` makes them. Weights must stay where they are."""
+        self.bare_layers = [bare(layer, (Block, Attention, MLP, RMSNorm, GemmaNorm)) for layer in self.layers]
+        try:
+            yield
+        finally:
+            self.bare_layers = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.
