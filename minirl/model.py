@@ -345,7 +345,7 @@ class Transformer(nn.Module):
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        """While this lasts, passes with a cache call the layers as `bare` makes them. Weights must stay where they are."""
+        """While this lasts, passes with a cache call the layers as `bare` makes them. Weights must stay in place."""
         self.bare_layers = [bare(layer, (Block, Attention, MLP, RMSNorm, GemmaNorm)) for layer in self.layers]
         try:
             yield

@@ -1,4 +1,4 @@
-"""Layers without nn.Module's bookkeeping: the same numbers to the last bit, and hooks, shards and adapters as they are."""
+"""Layers without nn.Module's bookkeeping: the same numbers to the last bit; hooks and adapters are not passed over."""
 
 import pytest
 import torch
