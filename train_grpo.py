@@ -136,18 +136,20 @@ def main(config: Config) -> Path | None:
         rollout = look_again(policy, rollout, config, first_token, config.microbatch_size, config.temperature, mesh)
         rollout = rollout.replace(advantages=make_advantages(rollout, config, max_new_tokens, mesh))
 
-        # (3) log-probs under the frozen reference
+        # (3) the rows to train on, and their log-probs under the frozen reference
+        trained = leave_out(rollout, config, mesh)
         if config.kl_coef > 0:
+            read = rollout if config.save_rollouts else trained  # a page of rollouts shows the KL of each
             with frozen() as reference:
-                ref_logprobs = rollout_logprobs(reference, rollout, config.microbatch_size, config.temperature, mesh)
-            rollout = rollout.replace(ref_logprobs=ref_logprobs)
+                ref_logprobs = rollout_logprobs(reference, read, config.microbatch_size, config.temperature, mesh)
+            trained = trained.replace(ref_logprobs=ref_logprobs)
         if config.save_rollouts:  # beside the one to replay: for minirl.view
-            collector.save(rollout.replace(turns=[]), f"step_{step}/scored")
+            collector.save(rollout.replace(turns=[], ref_logprobs=trained.ref_logprobs), f"step_{step}/scored")
 
         # (4) policy updates: for each minibatch the gradient of the loss, clipped, and a step of AdamW
         updates = []
         lr = lr_at(step - 1, config.steps, config.lr, config.warmup_steps, config.schedule)
-        for minibatch in leave_out(rollout, config, mesh).minibatches(config.minibatches, config.epochs):
+        for minibatch in trained.minibatches(config.minibatches, config.epochs):
             mode, mask = config.aggregate, minibatch.action_mask
             minibatch = weigh(minibatch, config, config.seed, mesh).replace(
                 prompt_tokens=prompt_tokens(mask, minibatch.group))

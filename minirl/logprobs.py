@@ -202,8 +202,8 @@ def rollout_logprobs(model: Transformer, rollout: Rollout, microbatch_size: int,
                      mesh: Mesh | None = None, entropy: bool = False) -> Tensor | Output:
     """Log-probs of a whole rollout under a model that is not trained (the reference): (B, S) nats, no gradient.
 
-    In pieces of at most `microbatch_size` rows; columns before the first action of a piece and beyond its longest row
-    are 0, and always masked.
+    In pieces of at most `microbatch_size` rows; rows without an action are not read. Their columns are 0, as are those
+    before the first action of a piece and beyond its longest row: always masked.
     With a mesh whose cp is above 1 each rank computes its columns, and all get all.
     entropy=True : an Output(logprobs, entropy)
     """
@@ -260,8 +260,9 @@ def _of_rollout(model: Transformer, rollout: Rollout, microbatch_size: int, temp
     cp_group = None if mesh is None or mesh.cp == 1 else mesh.cp_group
     read = ("tokens", "action_mask", "lengths", "group", "sample_ids", "documents")
     rollout, results = Rollout(**{name: getattr(rollout, name) for name in read}), {}
+    asked = torch.arange(len(rollout), device=rollout.tokens.device) if names == ["values"] else rollout.acting_rows()
     with gathered(model):
-        for index in rollout.split(microbatch_size):
+        for index in (asked[piece] for piece in rollout.rows(asked).split(microbatch_size)):
             part = rollout.rows(index)
             first = None if names == ["values"] else first_action(part.action_mask)
             begin = first if cp_group is None or first is None else 0  # each rank of cp has columns from here and there

@@ -123,7 +123,8 @@ def row(source: str, idea: str, **options) -> Row:
 
 TABLE = {
     "default": row(
-        "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash",
+        "2402.03300, with 2503.14476's sum", "GRPO with every token of the batch weighed alike and a light leash; "
+        "groups of equal rewards, which compare nothing, cost no pass",
         labels="task", expert=False, retry="none", locate="ask", guide_tokens=0, branch="none", branch_roots=0,
         branch_span=0, branch_weight=0.2, grow=0, selective=0, selective_distance=0.1, partial=0, resample=0,
         overlong=0.0, length_reward="none", length_coef=0.5, repetition_coef=0.0, sar_coef=0.0,
@@ -136,7 +137,7 @@ TABLE = {
         top_entropy=1.0,
         cov="none", cov_share=0.0002, cov_coef=1.0,
         kl_coef=0.001, kl_kind="k3", kl_ratio=False, entropy_coef=0.0, aggregate="token", constant_length=0,
-        mask_truncated=False, mask_void=False, mask_constant=False, keep_groups=1.0, mask_shared=False),
+        mask_truncated=False, mask_void=False, mask_constant=True, keep_groups=1.0, mask_shared=False),
 
     # ---- how tokens are summed, what the advantage is divided by
     "grpo": row(
@@ -368,7 +369,9 @@ TABLE = {
         mask_constant=True),
 }
 COLUMNS = tuple(field.name for field in fields(RecipeOptions) if field.name != "recipe")
-RECIPES: dict[str, dict[str, Any]] = {name: TABLE["default"].options | row.options for name, row in TABLE.items()}
+# What a row does not mention it has from "default", but for this: papers count all groups, and their KL term holds all.
+UNSAID = TABLE["default"].options | dict(mask_constant=False)
+RECIPES: dict[str, dict[str, Any]] = {name: UNSAID | row.options for name, row in TABLE.items()}
 
 
 def fill_in(config: RecipeOptions) -> None:

@@ -90,10 +90,13 @@ class Rollout:
     def acting(self) -> Rollout:
         """The rows with an action to train on: the others add nothing to a sum over actions, and their passes nothing
         but time. If there is none, one row, so that there is something to add up."""
-        kept = self.action_mask.any(1).nonzero()[:, 0]
-        if not len(kept):
-            kept = torch.arange(min(1, len(self)), device=kept.device)
+        kept = self.acting_rows()
         return self if len(kept) == len(self) else self.rows(kept)
+
+    def acting_rows(self) -> Tensor:
+        """The numbers (R,) of these rows."""
+        kept = self.action_mask.any(1).nonzero()[:, 0]
+        return kept if len(kept) else torch.arange(min(1, len(self)), device=kept.device)
 
     def columns(self, columns: slice) -> Rollout:
         """Some columns of every (B, S) tensor. What belongs to whole rows stays, and so do tokens and documents."""

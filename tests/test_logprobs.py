@@ -127,3 +127,19 @@ def test_documents_of_3_and_4_tokens_have_5_targets():
 
 def test_a_token_mask_moves_one_column_to_the_left():
     assert shift_mask(torch.tensor([[True, False, True, True]])).tolist() == [[False, True, True]]
+
+
+def test_rows_without_an_action_are_not_read_and_change_no_other(model, tokens, monkeypatch):
+    mask, read = torch.ones(3, 7, dtype=torch.bool), []
+    mask[1] = False
+    rollout = Rollout(tokens, mask, torch.full((3,), 8), torch.arange(3), torch.arange(3))
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, x, *args, **kwargs: read.append(x) or forward(
+        self, x, *args, **kwargs))
+    got = rollout_logprobs(model, rollout, 1)
+    assert len(read) == 2 and not any(torch.equal(x, tokens[1:2]) for x in read)
+    assert not got[1].any()
+    for row in (0, 2):
+        assert_close(got[row], token_logprobs(model, tokens)[row].detach())
+    nothing = rollout_logprobs(model, rollout.replace(action_mask=torch.zeros_like(mask)), 2)
+    assert nothing.shape == (3, 7), "a step in which all groups are alike"

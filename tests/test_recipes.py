@@ -68,7 +68,8 @@ def test_the_default_is_what_the_readme_trains_with():
     config = train_grpo.Config()
     assert config.recipe == "default"
     assert (config.advantage_scale, config.aggregate, config.eps_low, config.eps_high, config.kl_coef, config.kl_kind,
-            config.surrogate, config.baseline) == ("std", "token", 0.2, 0.2, 0.001, "k3", "clip", "mean")
+            config.surrogate, config.baseline, config.mask_constant) == (
+                "std", "token", 0.2, 0.2, 0.001, "k3", "clip", "mean", True)
 
 
 def test_every_row_has_a_source_and_an_idea_and_names_columns_that_exist():
@@ -258,7 +259,7 @@ def test_deepswe_compares_with_cut_answers_and_does_not_train_on_them():
 def test_constant_groups_can_be_left_out_whole():
     rollout = rollout_of([1.0, 1, 0, 1], [3, 3, 1, 1])
     assert leave_out(rollout, Options(mask_constant=True)).action_mask.any(1).tolist() == [False, False, True, True]
-    assert leave_out(rollout, Options()).action_mask.all()
+    assert leave_out(rollout, Options("grpo")).action_mask.all(), "papers keep them"
 
 
 def test_the_groups_that_differ_the_most_can_be_kept_alone():

@@ -365,7 +365,7 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("turns") / "sft"
     return str(train_sft.main(train_sft.Config(
         run_dir=str(folder), task="walk", device="cpu", dtype="float64", difficulty=1, eval_problems=8, hidden_size=32,
-        steps=100, lr=5e-3, eval_rows=0, eval_every=0)))
+        layers=2, steps=60, batch_size=16, lr=1e-2, eval_rows=0, eval_every=0)))
 
 
 def train(run_dir, options):
