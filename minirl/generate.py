@@ -248,6 +248,7 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
                 batch.settle(turns.waiting)
     finally:
         policy.train(was_training)
+    tapes.finished[turns.finished] = True  # at once: an index into a tensor takes as long as the rest of a row's end
     rollout = tapes.rollout(first_id, group_size)
     return turns.note_begins(rollout) if pause else rollout
 
@@ -281,6 +282,7 @@ class Turns:
         self.limits = torch.maximum(lengths + max_new_tokens - spent, lengths + 1).clamp(max=context)  # (N,) cut there
         self.pauses = (lengths + pause).minimum(self.limits) if pause else self.limits  # (N,) the length for today
         self.paused: set[int] = set()
+        self.finished: list[int] = []  # rows that ended by themselves
         self.clock, self.late = 0, deque()  # tokens sampled; (clock to reply at, row, reply, did it end, is it full)
         self.waiting = torch.zeros(len(tapes.lengths), dtype=torch.bool, device=tapes.lengths.device)  # (N,)
 
@@ -313,11 +315,13 @@ class Turns:
 
     def _reply(self, row: int, forced: list[int], ended: bool, full: bool) -> bool:
         """Lay the reply on the tape. True: the row goes on."""
-        self.tapes.finished[row] = ended and not forced
+        if not forced:
+            self.finished += [row] * ended
+            return False
         length = int(self.tapes.lengths[row])
         aside = full and length < int(self.limits[row])
         length += len(forced)
-        if not forced or (full and not aside) or length >= self.context:
+        if (full and not aside) or length >= self.context:
             return False
         self.tapes.extend(row, forced, chosen=False)
         self.starts[row].append(length)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 ROWS = {
     "ppo": dict(prompts_per_step=1024, group_size=1, value_pretraining=0, lam_alpha=0.0, value_lam=0.95, eps_high=0.2,
                 positive_nll=0.0),
-    "vapo": dict(prompts_per_step=128, group_size=8, value_pretraining=10, lam_alpha=5.0, value_lam=1.0, eps_high=0.28,
+    "vapo": dict(prompts_per_step=256, group_size=4, value_pretraining=10, lam_alpha=5.0, value_lam=1.0, eps_high=0.28,
                  positive_nll=0.1),
 }
 
@@ -51,8 +51,8 @@ ROWS = {
 class PPOOptions:
     # rollout
     vapo: bool = False  # VAPO: the second value of each option that has two
-    prompts_per_step: int | None = None  # prompts a step, over all ranks; none: 1024, and 128 with --vapo
-    group_size: int | None = None  # answers to each prompt; none: 1, and 8 with --vapo
+    prompts_per_step: int | None = None  # prompts a step, over all ranks; none: 1024, and 256 with --vapo
+    group_size: int | None = None  # answers to each prompt; none: 1, and 4 with --vapo
     # reward
     reward_model: str = ""  # folder of a reward model that pays; empty: the task's verifier does
     reward_model_every: int = 0  # rollouts between updates of the reward model, on pairs of their answers that the task

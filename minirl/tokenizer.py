@@ -79,7 +79,8 @@ class Tokenizer(ABC):
         of control tokens, which are no text otherwise.
         """
         names = {token: name.encode() for name, token in self.special.items()} if special else {}
-        text = b"".join(names.get(token) or self.token_bytes(token) for token in ids).decode(errors="replace")
+        parts = (names.get(token) or self.token_bytes(token) for token in ids) if names else map(self.token_bytes, ids)
+        text = b"".join(parts).decode(errors="replace")
         return text.removeprefix(" ") if self.leading_space and not continued else text
 
 

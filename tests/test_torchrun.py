@@ -111,8 +111,8 @@ class Job:
 SFT = dict(device="cpu", dtype="float64", difficulty=1, hidden_size=16, layers=1, batch_size=8, schedule="constant",
            warmup_steps=0, eval_every=0, eval_rows=0, eval_problems=4, save_every=5, keep=1, timeout=TIMEOUT)
 LOSSES = {  # how a job loses a rank -> what is said besides
-    "a rank is killed": "Signal 9", "the first torchrun is killed": "", "the second torchrun is killed": "",
-    "a rank is stopped": "did not end after another rank was lost, and is killed"}
+    "a rank is stopped": "did not end after another rank was lost, and is killed",
+    "a rank is killed": "Signal 9", "the first torchrun is killed": "", "the second torchrun is killed": ""}
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -131,33 +131,39 @@ def lose(job: Job, what: str) -> None:
 
 
 def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_on(tmp_path):
-    run = tmp_path / "run"
-
-    flags = flags_of(train_sft.Config(run_dir=str(run), steps=10**6, **SFT))
-
     @contextlib.contextmanager
-    def under_way():
+    def under_way(folder: Path):
         """A job that trains; a second and third start, if on a busy machine a rank came TIMEOUT after the other."""
+        run = folder / "run"
+        folder.mkdir(exist_ok=True)
+        flags = flags_of(train_sft.Config(run_dir=str(run), steps=10**6, **SFT))
         for attempt in range(3):
             before = len(losses(run))
             resume = ["--resume"] if latest_checkpoint(run) else []
-            with Job(tmp_path, "train_sft.py", *flags, *resume, machines=2) as job:
+            with Job(folder, "train_sft.py", *flags, *resume, machines=2) as job:
                 wait_until(lambda n=before, job=job: len(losses(run)) > n + 6 or job.ended(), for_a_start())
                 if len(losses(run)) > before + 6:
+                    assert len(job.look()) == 6, "two of each: torchrun, rank, guard"
                     yield job
                     return
                 late = job.ended() and LOST.search(job.text)
                 assert late and attempt < 2, f"after {before} steps: {job.text[-3000:]}"
 
-    for what, said in LOSSES.items():
-        with under_way() as job:
-            assert len(job.look()) == 6, "two of each: torchrun, rank, guard"
-            lose(job, what)
-            limit = SLACK + (TIMEOUT + GRACE) * (what == "a rank is stopped")
-            assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
-            assert any(agent.exitcode for agent in job.agents)
-            # A rank says so itself, or on a busy machine its guard was sooner.
-            assert re.search("another rank.*--resume to go on", job.text) and said in job.text, what
+    def check(job: Job, what: str, limit: float) -> None:
+        assert wait_until(job.ended, limit), f"{what}: {alive([*job.seen])} live on\n{job.text[-3000:]}"
+        assert any(agent.exitcode for agent in job.agents)
+        # A rank says so itself, or on a busy machine its guard was sooner.
+        assert re.search("another rank.*--resume to go on", job.text) and LOSSES[what] in job.text, what
+
+    stopped, *others = LOSSES
+    with under_way(tmp_path / "stopped") as stalled:
+        lose(stalled, stopped)  # its timeout runs while the others are lost
+        for what in others:
+            with under_way(tmp_path / "killed") as job:
+                lose(job, what)
+                check(job, what, SLACK)
+        check(stalled, stopped, SLACK + TIMEOUT + GRACE)
+    run = tmp_path / "killed/run"
     steps = len(losses(run)) + 3
     for folder, resume in ((run, True), (tmp_path / "alone", False)):  # in another layout, and one without any loss
         train_sft.main(train_sft.Config(run_dir=str(folder), steps=steps, resume=resume, **SFT))

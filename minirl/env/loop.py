@@ -123,7 +123,7 @@ def collect(policy: Transformer, tokenizer: Tokenizer, env: Env, examples: Seque
     mesh, sampling : as in `play`
     returns      : a Rollout with rewards (the sum of an episode's rewards), texts and turns
     """
-    starts = [at_prompt(tokenizer, example) for example in examples for _ in range(group_size)]
+    starts = [start for example in examples for start in [at_prompt(tokenizer, example)] * group_size]
     ids = first_prompt * group_size + torch.arange(len(starts))
     return play(policy, tokenizer, env, starts, ids, ids // group_size, mesh, **sampling)
 
