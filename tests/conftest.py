@@ -17,3 +17,12 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no reference data at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def sft_run(tmp_path_factory) -> Path:
+    """A run of train_sft.py, whose last model adds digits now and then. Nobody writes there."""
+    from test_trainers import SFT, train_sft
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    assert train_sft.main(train_sft.Config(run_dir=str(folder), **SFT)) == folder / "step_60"
+    return folder

@@ -226,15 +226,11 @@ def test_what_has_no_meaning_is_refused():
 SFT_CONFIG = train_sft.Config
 TINY = dict(device="cpu", difficulty=1, problems=96, samples=8, eval_problems=24, steps=12, batch_size=8,
             microbatch_size=3, lr=3e-3, warmup_steps=2, nll_coef=None, save_every=4, keep=9, eval_every=6)
-SFT = dict(device="cpu", difficulty=1, eval_problems=8, hidden_size=32, layers=2, steps=60, batch_size=64,
-           microbatch_size=32, lr=1e-2, warmup_steps=5, save_every=100, eval_every=0, eval_rows=0)
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> str:
-    """A model that is sometimes right."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return str(train_sft.main(train_sft.Config(run_dir=str(tmp_path_factory.mktemp("sft") / "run"), **SFT)))
+def start(sft_run) -> str:
+    return str(sft_run / "step_60")
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ MODELS = {  # a trained model of 5 layers, 8 heads, 4 key heads and 512 words; w
     "llama": LLAMA,
 }
 FIVE = (range(1), range(1, 5))  # updates, with a checkpoint at the end of each part
-STEPS = {"stories260k": FIVE, "qwen3": (range(3),)}
+STEPS = {"stories260k": FIVE, "qwen3": (range(1),)}
 BOTH, ONE = ("stories260k", "qwen3"), ("stories260k",)
 LAYOUTS = {  # ranks -> layout, models. One axis over four ranks is tried with others in the tests of that axis
     1: [(dict(), BOTH)],

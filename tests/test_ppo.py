@@ -55,9 +55,8 @@ T, F = True, False
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    """A model that adds digits now and then."""
-    return train_sft.main(train_sft.Config(run_dir=str(tmp_path_factory.mktemp("sft") / "run"), **SFT))
+def start(sft_run) -> Path:
+    return sft_run / "step_60"
 
 
 def ppo(folder: Path, start: Path, **options) -> list[dict]:
@@ -345,7 +344,7 @@ def test_a_cut_is_an_end_unless_it_is_asked_otherwise(tmp_path, start):
 
 def test_vapo_is_a_row_of_options_and_what_is_given_counts_more():
     config = train_ppo.Config(vapo=True, eps_high=0.2, prompts_per_step=12)
-    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (8, 1.0, 0.1, 5.0)
+    assert (config.group_size, config.value_lam, config.positive_nll, config.lam_alpha) == (4, 1.0, 0.1, 5.0)
     assert (config.eps_high, config.prompts_per_step) == (0.2, 12)
     assert (train_ppo.Config(vapo=True).eps_low, train_ppo.Config(vapo=True).eps_high) == (0.2, 0.28)
     assert train_ppo.Config().group_size == 1

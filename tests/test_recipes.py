@@ -424,13 +424,8 @@ TINY = dict(device="cpu", dtype="float64", difficulty=1, eval_problems=8, steps=
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    """A model that has begun to learn to add."""
-    import train_sft
-    folder = tmp_path_factory.mktemp("recipes") / "sft"
-    return train_sft.main(train_sft.Config(
-        run_dir=str(folder), device="cpu", dtype="float64", difficulty=1, eval_problems=8, hidden_size=32, layers=2,
-        steps=30, batch_size=64, lr=1e-2, eval_rows=0, eval_every=0))
+def start(sft_run) -> Path:
+    return sft_run / "step_60"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -59,13 +59,6 @@ def signals_return():
 
 
 @pytest.fixture(scope="module")
-def sft_run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sft") / "run"
-    assert train_sft.main(train_sft.Config(run_dir=str(folder), **SFT)) == folder / "step_60"
-    return folder
-
-
-@pytest.fixture(scope="module")
 def grpo_run(tmp_path_factory, sft_run) -> Path:
     return grpo(tmp_path_factory.mktemp("grpo") / "run", sft_run, **GRPO)
 
