@@ -34,8 +34,8 @@ STEPS, EVERY = 40, 5
 SFT = dict(device="cpu", task="walk", steps=500, until_accuracy=0.3, eval_every=10, eval_problems=100, eval_rows=0,
            schedule="constant", save_every=50, keep=1)
 GRPO = dict(device="cpu", task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3,
-            warmup_steps=0, schedule="constant", advantage_scale="none", kl_coef=0.0, eval_every=0, eval_problems=200,
-            save_every=10, keep=1)
+            warmup_steps=0, schedule="constant", advantage_scale="none", kl_coef=0.0, mask_constant=False, eval_every=0,
+            eval_problems=200, save_every=10, keep=1)
 
 
 def experiment(run: Path, seed: int, credit: str) -> list[dict[str, float]]:

@@ -40,7 +40,7 @@ SFT = ONCE | dict(eval_rows=0, eval_problems=1)
 BASE = SFT | dict(steps=90, schedule="constant")
 TUNE = SFT | dict(train_rows=ROWS, batch_size=8, lr=1e-3, warmup_steps=5)
 GRPO = ONCE | dict(steps=8, prompts_per_step=16, group_size=8, minibatches=1, lr=3e-4, warmup_steps=0,
-                   schedule="constant", eval_problems=500)
+                   schedule="constant", mask_constant=False, eval_problems=500)
 COLUMNS = {
     "train": "loss on the 200", "eval": "held-out loss", "greedy": "greedy", "pass1": "pass@1", "pass8": "pass@8",
     "unique_ratio": "unique ratio", "pair_diversity": "pair diversity",

@@ -28,7 +28,7 @@ import train_ppo  # noqa: E402
 STEPS, ROUNDS = 4, 3  # the first step of a run warms up and is left out
 COMMON = dict(steps=STEPS, eval_every=0, eval_problems=1, save_every=10**6)
 RUNS = {
-    "GRPO, 128 prompts x 16": (train_grpo, {}),
+    "GRPO, 128 prompts x 16": (train_grpo, dict(mask_constant=False)),  # as many rows as PPO
     "PPO, 128 prompts x 16": (train_ppo, dict(prompts_per_step=128, group_size=16)),
     "PPO, 2,048 prompts x 1": (train_ppo, dict(prompts_per_step=2048)),
     "the same, joint head": (train_ppo, dict(prompts_per_step=2048, critic="joint")),

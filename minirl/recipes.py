@@ -380,6 +380,10 @@ def fill_in(config: RecipeOptions) -> None:
         near = difflib.get_close_matches(config.recipe, RECIPES, n=1)
         raise UserError(f"--recipe {config.recipe}: there is no such row; " + (
             f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPES)}"))
+    by_parts = (config.credit or "trajectory", config.tree_credit or "none", config.process or "none",
+                config.combine or "sum") != ("trajectory", "none", "none", "sum")
+    if config.mask_constant is None and config.recipe == "default" and by_parts:
+        object.__setattr__(config, "mask_constant", False)  # rewards of equal sums may differ turn by turn
     for name, value in RECIPES[config.recipe].items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)

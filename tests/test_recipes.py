@@ -262,6 +262,14 @@ def test_constant_groups_can_be_left_out_whole():
     assert leave_out(rollout, Options("grpo")).action_mask.all(), "papers keep them"
 
 
+@pytest.mark.parametrize("finer", [
+    dict(credit="turn"), dict(branch="every", tree_credit="siblings"), dict(process="belief"),
+    dict(combine="separate")], ids=str)
+def test_groups_of_equal_sums_stay_where_a_reward_is_divided(finer):
+    assert Options().mask_constant and Options(credit="trajectory").mask_constant
+    assert not Options(**finer).mask_constant and Options(mask_constant=True, **finer).mask_constant
+
+
 def test_the_groups_that_differ_the_most_can_be_kept_alone():
     rewards = [1.0, 0, 0.5, 0.5, 0.8, 0.2, 0.6, 0.4]  # std .5, 0, .3, .1
     kept = leave_out(rollout_of(rewards, [0, 0, 1, 1, 2, 2, 3, 3]), Options("starpo_s"))
