@@ -139,9 +139,8 @@ def main(config: Config) -> Path | None:
         # (3) the rows to train on, and their log-probs under the frozen reference
         trained = leave_out(rollout, config, mesh)
         if config.kl_coef > 0:
-            read = rollout if config.save_rollouts else trained  # a page of rollouts shows the KL of each
             with frozen() as reference:
-                ref_logprobs = rollout_logprobs(reference, read, config.microbatch_size, config.temperature, mesh)
+                ref_logprobs = rollout_logprobs(reference, trained, config.microbatch_size, config.temperature, mesh)
             trained = trained.replace(ref_logprobs=ref_logprobs)
         if config.save_rollouts:  # beside the one to replay: for minirl.view
             collector.save(rollout.replace(turns=[], ref_logprobs=trained.ref_logprobs), f"step_{step}/scored")
@@ -159,7 +158,7 @@ def main(config: Config) -> Path | None:
                 per_token, clipped = recipe_loss(out.logprobs, mb, config, mesh.cp_group, out.entropy)
                 loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
                 return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
-                                          mb.action_mask, config.eps_low, config.eps_high, clipped)
+                                          mb.action_mask, config.eps_low, config.eps_high, clipped, mb.row_tokens)
 
             updates.append(learner.update(loss_fn, minibatch.acting().microbatches(config.microbatch_size), lr,
                                           temperature=config.temperature, entropy=True, by_token=by_token(config)))

@@ -237,14 +237,14 @@ def prompt_tokens(mask: Tensor, group: Tensor) -> Tensor:
 @torch.no_grad()
 def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None,
                  advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float,
-                 clipped: Tensor | None = None) -> dict[str, Tensor]:
+                 clipped: Tensor | None = None, row_tokens: Tensor | None = None) -> dict[str, Tensor]:
     """What to log about a policy update: scalars, **sums** over the action tokens of this microbatch.
 
     Add them up over microbatches and ranks, then divide by "tokens"; a mean of means would depend on how the
     batch was cut. A key that begins with "max_" is a maximum, and reduced by the maximum; one that begins with
     "row" counts whole rows, also where a rank has some of their columns.
 
-    tokens, rows         how many
+    tokens, rows         how many, of rows those with an action; row_tokens as in `aggregate`
     approx_kl            KL(old || now) in nats, by k3: how far the updates on this rollout have gone
     old_approx_kl        the same by k1, noisier
     clip_frac            tokens whose gradient the clip takes away: A > 0 and ratio > 1 + eps_high, or
@@ -265,7 +265,7 @@ def policy_stats(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | 
         per_token["entropy"] = entropy
     stats = {name: row_sum(value, mask).sum() for name, value in per_token.items()}
     stats["tokens"] = mask.sum()
-    stats["rows"] = mask.new_full((), len(mask), dtype=torch.int64)
+    stats["rows"] = ((mask.sum(1) if row_tokens is None else row_tokens) > 0).sum()
     stats["max_ratio_deviation"] = torch.where(mask, excess.abs(), 0.0).amax()
     return stats
 

@@ -39,10 +39,11 @@ METRICS = {
                "`docs/troubleshooting.md`; read the samples"),
         Metric("reward_std", "std", ".3f", "reward", "standard deviation of the same rewards",
                "above 0; falls as the task is solved",
-               "0: all samples score alike, every advantage is 0, only the KL term still moves the policy",
+               "0: all samples score alike, every advantage is 0, and nothing moves the policy (where a recipe keeps such "
+               "groups, its KL term does)",
                "easier problems or a longer `--cold-start-steps` if reward_mean is low, harder ones if high"),
         Metric("zero_variance_groups", "flat", ".2f", "share", "groups whose samples all got the same reward",
-               "below 0.8", "near 1: almost no prompt teaches anything, and their tokens dilute the mean",
+               "below 0.8", "near 1: almost no prompt teaches anything",
                "a larger `--group-size`, or problems solved in 20 to 80 % of the tries"),
     ],
     "Policy and update": [
@@ -366,6 +367,9 @@ Printed by `python -m minirl.metrics > docs/metrics.md`; its text stands in `min
 `metrics.jsonl` in the run folder has one object a step with all of these. The console shows some of
 them, under the short names of `column`, and a `hint:` line when a run enters an unhealthy region.
 Draw them with `python -m minirl.plot runs/NAME`.
+
+What is said of policy and update is a mean over the rows that were trained on. In GRPO, unless `--recipe` names a row
+that keeps them all or `--no-mask-constant` is given, these are the rows of groups whose rewards differ.
 """
 
 AFTERWORD = """

@@ -174,7 +174,7 @@ def policy_loss(out: Output, mb: Rollout, config: PPOOptions, kl_coef: float, to
         per_token = per_token - config.entropy_coef * out.entropy
     loss = aggregate(per_token, mb.action_mask, config.aggregate, total, mb.prompt_tokens, mb.row_tokens)
     stats = policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages, mb.action_mask,
-                         config.eps_low, config.eps_high)
+                         config.eps_low, config.eps_high, row_tokens=mb.row_tokens)
     stats["policy_loss"] = row_sum(surrogate.detach(), mb.action_mask).sum()
     if config.positive_nll:
         right = right_tokens(mb.action_mask, mb.rewards)

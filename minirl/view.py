@@ -52,7 +52,7 @@ class Sample:
     pieces: list[str]  # visible text of each token
     chosen: list[bool]
     logprobs: np.ndarray | None  # (n,) nats; 0 where nothing was chosen
-    ref_logprobs: np.ndarray | None
+    ref_logprobs: np.ndarray | None  # None also for a row that the reference did not read
     advantages: np.ndarray | None
     steps: list[list[Any]] = field(default_factory=list)  # [observation, reward, info, action] of a turn, if known
 
@@ -103,13 +103,16 @@ def load_samples(run: Path, step: int, limit: int = 1000, tokenizer: Tokenizer |
     for row in range(min(limit, len(rollout))):
         n = int(rollout.lengths[row])
         number = int(rollout.sample_ids[row])
+        logprobs, ref_logprobs, advantages = (_per_token(getattr(rollout, name), row, n) for name in (
+            "old_logprobs", "ref_logprobs", "advantages"))
+        if ref_logprobs is not None and not ref_logprobs.any():
+            ref_logprobs = None  # a row that was not trained on, which the reference did not read
         samples.append(Sample(
             str(run), visible(str(config.get("task", "?"))), step, number, int(rollout.group[row]),
             None if rollout.rewards is None else float(rollout.rewards[row]),
             None if rollout.finished is None else bool(rollout.finished[row]),
             pieces(rollout.tokens[row, :n].tolist(), tokenizer), [False, *rollout.action_mask[row, : n - 1].tolist()],
-            *(_per_token(getattr(rollout, name), row, n) for name in ("old_logprobs", "ref_logprobs", "advantages")),
-            told.get(number, [])))
+            logprobs, ref_logprobs, advantages, told.get(number, [])))
     return samples
 
 
@@ -211,6 +214,7 @@ def pack(samples: Sequence[Sample], summaries: Sequence[dict[str, Any]]) -> str:
     described = [{"run": sample.run, "task": sample.task, "step": sample.step, "id": sample.number,
                   "group": sample.group, "reward": _finite(sample.reward), "outcome": sample.outcome,
                   "parts": sample.parts, "n": len(sample.pieces), "turns": _turns(sample),
+                  "compared": sample.ref_logprobs is not None,
                   "steps": [[reward, visible(json.dumps(info, ensure_ascii=False))]
                             for _, reward, info, *_ in sample.steps]} for sample in samples]
     text = json.dumps({"pieces": [*numbers], "samples": described, "summaries": [*summaries], "has": has}).encode()

@@ -115,7 +115,7 @@ def test_flags_named_in_the_docs_exist():
     known = {f"--{no}{field.name.replace('_', '-')}" for module in (*TRAINERS.values(), *commands)
              for options in vars(module).values() if dataclasses.is_dataclass(options)
              for field in dataclasses.fields(options)
-             for no in (("", "no-") if field.type in (bool, "bool") else ("",))}
+             for no in (("", "no-") if "bool" in str(field.type) else ("",))}
     for file in (*(module.__file__ for module in commands), *(REPO / "benchmarks").glob("*.py")):
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(file).read_text()))  # by argparse
     others = {"--metrics", "--out", "--help", "--nproc_per_node", "--standalone", "--nnodes", "--node_rank",

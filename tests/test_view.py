@@ -1,10 +1,13 @@
 """Rollouts that a person can look at: what is in the page, what a browser makes of it, and hostile text in it."""
 
+import base64
 import html
 import json
 import re
 import shutil
+import struct
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from minirl.config import UserError
 from minirl.env.base import Step
 from minirl.rollout import Rollout, Tapes
 from minirl.tokenizer import ByteTokenizer
-from minirl.view import Sample, as_text, load_samples, main, page, pieces, summary, summary_text, visible
+from minirl.view import Sample, as_text, load_samples, main, pack, page, pieces, summary, summary_text, visible
 
 BYTES = ByteTokenizer()
 HOSTILE = ("</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;"
@@ -58,6 +61,18 @@ def run(tmp_path):
 def view(capsys, run, *argv):
     main([str(run), "--tokenizer", str(run / "model"), *map(str, argv)])
     return capsys.readouterr().out
+
+
+def test_a_row_that_the_reference_did_not_read_has_no_kl(run):
+    path = run / "rollouts/step_1"
+    rollout = Rollout.load(path)
+    rollout.ref_logprobs[1] = 0
+    rollout.save(path / "rank_0.safetensors")
+    samples = load_samples(run, 1, tokenizer=BYTES)
+    assert [sample.ref_logprobs is None for sample in samples] == [False, True]
+    packed = zlib.decompress(base64.b64decode(pack(samples, [])))
+    told = json.loads(packed[4 : 4 + struct.unpack("<I", packed[:4])[0]])["samples"]
+    assert [sample["compared"] for sample in told] == [True, False]
 
 
 def test_samples_by_hand(run):
