@@ -369,7 +369,7 @@ them, under the short names of `column`, and a `hint:` line when a run enters an
 Draw them with `python -m minirl.plot runs/NAME`.
 
 What is said of policy and update is a mean over the rows that were trained on. In GRPO, unless `--recipe` names a row
-that keeps them all or `--no-mask-constant` is given, these are the rows of groups whose rewards differ.
+that keeps them all, these are the rows of groups whose rewards differ (`mask_constant`).
 """
 
 AFTERWORD = """
