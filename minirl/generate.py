@@ -228,26 +228,21 @@ def generate(policy: Transformer, prompts: Sequence[Sequence[int]], tokenizer: T
     batch, waiting = Batch(policy, tapes), list(range(len(prompts))) if branch is None else branch.roots()
     ids = first_id + torch.arange(len(prompts), device=device) if begun is None else begun.ids.to(device)
     streams = stream(seed, ids)  # (N,)
-    was_training = policy.training
-    policy.eval()  # dropout would make what is sampled another distribution than what is scored
-    try:
-        with policy.bare():
-            while waiting or len(batch.rows):
-                room = max_rows - len(batch.rows)
-                if branch is not None:  # who is let in brings a family
-                    room = max(room // branch.family, int(not len(batch.rows)))
-                if waiting and room > 0:
-                    batch.admit(waiting[:room], alike)
-                    waiting = waiting[room:]
-                sample_next(policy, batch, turns, streams, temperature, top_k, top_p)
-                if branch is not None:
-                    going = batch.alive | turns.waiting[batch.rows]
-                    forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
-                    batch.fork(forks)
-                    waiting += late
-                batch.settle(turns.waiting)
-    finally:
-        policy.train(was_training)
+    with policy.sampling():
+        while waiting or len(batch.rows):
+            room = max_rows - len(batch.rows)
+            if branch is not None:  # who is let in brings a family
+                room = max(room // branch.family, int(not len(batch.rows)))
+            if waiting and room > 0:
+                batch.admit(waiting[:room], alike)
+                waiting = waiting[room:]
+            sample_next(policy, batch, turns, streams, temperature, top_k, top_p)
+            if branch is not None:
+                going = batch.alive | turns.waiting[batch.rows]
+                forks, late = branch.grow(turns, batch.rows.tolist(), going.tolist())
+                batch.fork(forks)
+                waiting += late
+            batch.settle(turns.waiting)
     tapes.finished[turns.finished] = True  # at once: an index into a tensor takes as long as the rest of a row's end
     rollout = tapes.rollout(first_id, group_size)
     return turns.note_begins(rollout) if pause else rollout

@@ -39,8 +39,8 @@ METRICS = {
                "`docs/troubleshooting.md`; read the samples"),
         Metric("reward_std", "std", ".3f", "reward", "standard deviation of the same rewards",
                "above 0; falls as the task is solved",
-               "0: all samples score alike, every advantage is 0, and nothing moves the policy (where a recipe keeps such "
-               "groups, its KL term does)",
+               "0: all samples score alike, every advantage is 0, and nothing moves the policy (where a recipe keeps "
+               "such groups, its KL term does)",
                "easier problems or a longer `--cold-start-steps` if reward_mean is low, harder ones if high"),
         Metric("zero_variance_groups", "flat", ".2f", "share", "groups whose samples all got the same reward",
                "below 0.8", "near 1: almost no prompt teaches anything",

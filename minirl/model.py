@@ -344,13 +344,17 @@ class Transformer(nn.Module):
         return x
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
-        """While this lasts, passes with a cache call the layers as `bare` makes them. Weights must stay in place."""
+    def sampling(self) -> Iterator[None]:
+        """While this lasts there is no dropout, which would make what is sampled another distribution than what is
+        scored, and passes with a cache call the layers as `bare` makes them: the weights must stay where they are."""
+        was_training = self.training
+        self.eval()
         self.bare_layers = [bare(layer, (Block, Attention, MLP, RMSNorm, GemmaNorm)) for layer in self.layers]
         try:
             yield
         finally:
             self.bare_layers = None
+            self.train(was_training)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in float32 or wider: sampling then sees the distribution that `linear_logprob` scores.

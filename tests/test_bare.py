@@ -16,7 +16,7 @@ from minirl.tokenizer import ByteTokenizer
 def test_bare_layers_compute_the_same_to_the_last_bit(shape, dtype):
     model, tokens = tiny(SHAPES[shape]).to(dtype), some_tokens(2, 6)
     wanted, cache = model(tokens, cache=empty_cache(model, 2, 8)), empty_cache(model, 2, 8)
-    with model.bare():
+    with model.sampling():
         assert len(model.bare_layers) == 2 and not any(isinstance(layer, nn.Module) for layer in model.bare_layers)
         steps = [model(tokens[:, :4], torch.arange(4)[None], cache=cache)]
         steps += [model(tokens[:, t, None], torch.tensor([[t]]), cache=cache) for t in (4, 5)]
@@ -29,7 +29,7 @@ def test_bare_layers_compute_the_same_to_the_last_bit(shape, dtype):
 def test_bare_layers_hold_the_weights_themselves():
     """A copy would go on with the weights from before an update that is made in place."""
     model, tokens = tiny(), some_tokens(1, 5)
-    with model.bare():
+    with model.sampling():
         before = model(tokens, cache=empty_cache(model, 1, 8))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -46,7 +46,7 @@ def test_a_hook_is_run_wherever_it_hangs(place, kind):
     """Shards exchange in hooks: one that is passed over leaves each rank with a part of a sum."""
     model, calls = tiny(), []
     getattr(model.get_submodule(place.replace("1.q_norm", "1.self_attn.q_norm")), kind)(lambda *_: calls.append(1))
-    with model.bare():
+    with model.sampling():
         model(some_tokens(1, 5), cache=empty_cache(model, 1, 8))
     assert calls == [1]
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_heard():
         if "lora_B" in name:
             nn.init.constant_(parameter, 0.1)
     wanted = model(tokens, cache=empty_cache(model, 1, 8))
-    with model.bare():
+    with model.sampling():
         found = model(tokens, cache=empty_cache(model, 1, 8))
     assert torch.equal(found, wanted) and not torch.allclose(found, plain)
 
@@ -80,7 +80,7 @@ def test_only_passes_with_a_cache_are_bare_and_only_while_it_lasts():
     model(some_tokens(1, 5))
     assert not seen
     model.bare_layers = None
-    with pytest.raises(ZeroDivisionError), model.bare():
+    with pytest.raises(ZeroDivisionError), model.sampling():
         raise ZeroDivisionError
     assert model.bare_layers is None
 
