@@ -291,7 +291,7 @@ def update(model: Transformer, rollout: Rollout, mesh: Mesh, mode: str, size: in
         per_token = per_token + 0.1 * kl_estimate(out.logprobs, mb.ref_logprobs, "k3")
         loss = aggregate(per_token, mb.action_mask, mode, total, mb.prompt_tokens, mb.row_tokens)
         return loss, policy_stats(out.logprobs, mb.old_logprobs, mb.ref_logprobs, out.entropy, mb.advantages,
-                                  mb.action_mask, 0.2, 0.2)
+                                  mb.action_mask, 0.2, 0.2, row_tokens=mb.row_tokens)
 
     return forward_backward(model, rows.microbatches(size), loss_fn, mesh, TEMPERATURE, entropy=True)
 
@@ -300,7 +300,8 @@ def compare(model: Transformer, attached: Transformer, rollout: Rollout, mesh: M
             **options) -> None:
     """Stats and every gradient of an update in one process, and on the mesh."""
     want, got = update(model, rollout, Mesh(), mode, **options), update(attached, rollout, mesh, mode, **options)
-    assert got.keys() == want.keys() and got["rows"] == 8 and got["tokens"] == rollout.action_mask.sum(), what
+    assert got.keys() == want.keys() and got["tokens"] == rollout.action_mask.sum(), what
+    assert got["rows"] == rollout.action_mask.any(1).sum(), what
     for name in want:
         assert got[name] == pytest.approx(want[name], rel=1e-9, abs=1e-12), f"{what}: {name}"
     for (name, p), other in zip(model.named_parameters(), attached.parameters()):

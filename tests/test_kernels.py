@@ -517,7 +517,7 @@ def test_an_update_is_the_same_with_the_head_in_one_pass(monkeypatch):
                 per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.2)
                 return (aggregate(per_token, mb.action_mask, mode, total, row_tokens=mb.row_tokens),
                         policy_stats(out.logprobs, mb.old_logprobs, None, out.entropy, mb.advantages, mb.action_mask,
-                                     0.2, 0.2))
+                                     0.2, 0.2, row_tokens=mb.row_tokens))
 
             model.zero_grad()
             stats = forward_backward(model, [rows], loss_fn, init_mesh("cpu"), 0.7, entropy=True, by_token=True)

@@ -115,7 +115,7 @@ def train(model: Transformer, mesh: Mesh, steps: range, optimizer=None) -> tuple
             per_token = clipped_surrogate(out.logprobs, mb.old_logprobs, mb.advantages, 0.2, 0.3)
             loss = aggregate(per_token, mb.action_mask, mode, total, None, mb.row_tokens)
             return loss, policy_stats(out.logprobs, mb.old_logprobs, None, out.entropy, mb.advantages, mb.action_mask,
-                                      0.2, 0.3)
+                                      0.2, 0.3, row_tokens=mb.row_tokens)
 
         stats = forward_backward(model, mine.microbatches(max(2, len(mine) // 2)), loss_fn, mesh, 0.7, entropy=True)
         stats["grad_norm"] = float(clip_gradients(model.parameters(), 0.5, mesh))
