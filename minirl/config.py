@@ -17,6 +17,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import gc
 import inspect
 import io
 import json
@@ -48,6 +49,7 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
     from minirl.parallel.mesh import explain  # which needs UserError from here
 
     config = cli(config_class, argv, description)
+    gc.freeze()  # what torch made on its import stays; to look through it at each collection takes 80 ms on a slow core
     try:
         return main(config)
     except UserError as error:
