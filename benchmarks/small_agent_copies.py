@@ -1,4 +1,4 @@
-"""The small agent of small_agent.py, taught to copy from made-up rows before it sees real ones: 13 minutes of a core.
+"""The small agent of small_agent.py, taught to copy by made-up rows before it sees real ones: half an hour of a core.
 
     python benchmarks/small_agent_copies.py --bfcl data/bfcl/BFCL_v4_*.json --toolbench data/toolbench/answer/*.json
     python benchmarks/small_agent_copies.py ... --docs         also puts the table into docs/agent_eval.md
@@ -70,8 +70,8 @@ def main() -> None:
     parser.add_argument("--bfcl", nargs="+", required=True, help="BFCL's files; possible_answer/ lies beside them")
     parser.add_argument("--toolbench", nargs="*", default=[], help="ToolBench's search trees")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/small_agent_copies"))
-    parser.add_argument("--copy-steps", type=int, default=900, help="updates of stage 1")
-    parser.add_argument("--call-steps", type=int, default=500, help="updates of stage 2")
+    parser.add_argument("--copy-steps", type=int, default=1500, help="updates of stage 1")
+    parser.add_argument("--call-steps", type=int, default=2500, help="updates of stage 2")
     parser.add_argument("--copies", type=int, default=16, help="times that a real row is varied; stage 3 is one epoch")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/agent_eval.md")
     options = parser.parse_args()
