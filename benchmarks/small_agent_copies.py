@@ -1,4 +1,4 @@
-"""The small agent of small_agent.py, taught to copy by made-up rows before it sees real ones: half an hour of a core.
+"""The small agent of small_agent.py, taught to copy before it sees real rows: half an hour of a core.
 
     python benchmarks/small_agent_copies.py --bfcl data/bfcl/BFCL_v4_*.json --toolbench data/toolbench/answer/*.json
     python benchmarks/small_agent_copies.py ... --docs         also puts the table into docs/agent_eval.md
