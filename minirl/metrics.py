@@ -417,8 +417,8 @@ softmax nothing that is seen; only all of them in float64 bring it below 1e-6. I
 below 1e-8.
 
 Who wants the first ratio to be 1 asks the trainer for the old log-probs as well, for a forward pass a step: with
-`--old-logprobs trainer` the largest \\|ratio - 1\\| in four steps of trained policies is 3.9e-6 on `addition`, 9.5e-7 on
-`code` and 1.7e-6 on `shop`, where the sampler's own give 1.3e-5, 1.1e-5 and 9.4e-6.
+`--old-logprobs trainer` the largest \\|ratio - 1\\| in four steps of trained policies is 3.9e-6 on `addition`,
+9.5e-7 on `code` and 1.7e-6 on `shop`, where the sampler's own give 1.3e-5, 1.1e-5 and 9.4e-6.
 
 ## Which KL is which?
 
