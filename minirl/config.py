@@ -57,6 +57,8 @@ def run(main: Callable[[T], Any], config_class: type[T], description: str | None
     except RuntimeError as error:
         explain(error)
         raise
+    finally:
+        gc.unfreeze()
 
 
 def fill(config: Any, values: dict[str, Any]) -> None:
