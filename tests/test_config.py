@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 from dataclasses import dataclass, fields
@@ -235,3 +236,15 @@ def test_a_failed_write_leaves_the_old_text(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_text(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"
+
+
+def test_what_imports_made_is_frozen_while_main_runs_and_no_longer():
+    """Frozen for good, bindings would report all of it as leaked at the end."""
+    @dataclass
+    class Nothing:
+        pass
+
+    assert run(lambda _: gc.get_freeze_count(), Nothing, argv=[]) > 1000 and gc.get_freeze_count() == 0
+    with pytest.raises(ZeroDivisionError):
+        run(lambda _: 1 / 0, Nothing, argv=[])
+    assert gc.get_freeze_count() == 0
