@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -82,6 +83,17 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 120) 
             process.kill()
             process.join()
     return [results[rank] for rank in range(world_size)]
+
+
+def at_once(*jobs: Callable[[], Any]) -> list[Any]:
+    """What each returned. Ranks wait for each other half of their time, in which those of another job can compute.
+
+    The last job runs in this thread, which alone may set signal handlers, as a trainer does.
+    """
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        waiting = [pool.submit(job) for job in jobs[:-1]]
+        last = jobs[-1]()
+        return [*(job.result() for job in waiting), last]
 
 
 def _receive(reader: Connection, process: BaseProcess) -> tuple[float, str, Any]:

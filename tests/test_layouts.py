@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import bytes_in_memory, run_ranks
+from ranks import at_once, bytes_in_memory, run_ranks
 from safetensors.torch import load_file, save_file
 
 from minirl import checkpoint
@@ -168,19 +168,28 @@ def every(request) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, every) -> dict[str, tuple]:
+def spread(tmp_path_factory, every) -> dict[int, tuple[Path, list]]:
+    """By the number of ranks: the folder of their checkpoints, and what each rank returned."""
+    folders = {world: tmp_path_factory.mktemp(f"ranks_{world}") for world in LAYOUTS}
+    jobs = [partial(run_ranks, every_layout, world, str(folder), world, every, timeout=900 if every else 280)
+            for world, folder in folders.items()]
+    return {world: (folder, found) for (world, folder), found in zip(folders.items(), at_once(*jobs), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone(spread, every) -> dict[str, tuple]:
     """Of one process, by the model."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder, [results] = spread[1]
     parts = cases(1, every)[0][2]
     return {name: (*found, {steps.stop: saved(folder / f"0_{name}", steps.stop) for steps in parts[name]})
-            for _, name, *found in every_layout(str(folder), 1, every)}
+            for _, name, *found in results}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_layout_is_the_run_of_one_process(world, alone, every, tmp_path):
+def test_every_layout_is_the_run_of_one_process(world, spread, alone, every):
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10)
-    layouts = [layout for layout, _ in LAYOUTS[world]]
-    for found in run_ranks(every_layout, world, str(tmp_path), world, every, timeout=900 if every else 280):
+    layouts, (folder, ranks) = [layout for layout, _ in LAYOUTS[world]], spread[world]
+    for found in ranks:
         for number, name, history, logprobs, sampled, metrics in found:
             where = f"{layouts[number]}, {name}"
             history1, logprobs1, sampled1, metrics1, _ = alone[name]
@@ -193,7 +202,7 @@ def test_every_layout_is_the_run_of_one_process(world, alone, every, tmp_path):
             assert metrics == pytest.approx(metrics1 if metrics else {}), where
     for number, name in [(number, name) for number, _, models in cases(world, every) for name in models]:
         for step, theirs in alone[name][-1].items():
-            ours, where = saved(tmp_path / f"{number}_{name}", step), f"{layouts[number]}, {name}, step {step}"
+            ours, where = saved(folder / f"{number}_{name}", step), f"{layouts[number]}, {name}, step {step}"
             assert ours.keys() == theirs.keys(), where
             for key in theirs:
                 close(ours[key], theirs[key], msg=f"{where}: {key}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankError, run_ranks
+from ranks import RankError, at_once, run_ranks
 from stubs import Pieces
 from torch import nn
 
@@ -134,7 +134,8 @@ def studies(*layouts: tuple[int, int]) -> dict:
 @pytest.fixture(scope="module")
 def staged() -> dict:
     """(dp, pp, *case) -> the result of every rank."""
-    ranks = [run_ranks(studies, 2, (1, 2), timeout=300), run_ranks(studies, 4, (1, 4), (2, 2), timeout=300)]
+    ranks = at_once(functools.partial(run_ranks, studies, 2, (1, 2), timeout=300),
+                    functools.partial(run_ranks, studies, 4, (1, 4), (2, 2), timeout=300))
     return {case: [result[case] for result in each] for each in ranks for case in each[0]}
 
 

@@ -1,18 +1,17 @@
 """The table of recipes: what a row means, that a flag overrides it, and that every row trains."""
 
 import dataclasses
-import functools
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import at_once, run_ranks
 from safetensors.torch import load_file
 from stubs import random_policy
 from torch.testing import assert_close
@@ -530,10 +529,10 @@ SPREAD = [
 ]
 
 
-def train_several(folder, start, jobs, layout):
-    for recipe, extra in jobs:
+def train_several(start, jobs, layout):
+    for run_dir, (recipe, extra) in jobs.items():
         train_grpo.main(train_grpo.Config(**TINY | dict(
-            run_dir=f"{folder}/{recipe}", init=start, recipe=recipe, steps=2, microbatch_size=6) | extra | layout))
+            run_dir=run_dir, init=start, recipe=recipe, steps=2, microbatch_size=6) | extra | layout))
 
 
 def numbers(run) -> list[dict]:
@@ -542,23 +541,23 @@ def numbers(run) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(start, tmp_path_factory) -> Callable[[str, dict], list[dict]]:
-    """The numbers of one process, which trains once for all layouts."""
-    @functools.cache
-    def trained(recipe: str, extra: tuple) -> list[dict]:
-        folder = tmp_path_factory.mktemp("one")
-        train_several(folder, str(start), [(recipe, dict(extra))], {})
-        return numbers(folder / recipe)
-
-    return lambda recipe, extra: trained(recipe, tuple(extra.items()))
+def spread(start, tmp_path_factory) -> Path:
+    """AXIS/RECIPE of every layout, and alone/RECIPE OPTIONS: one process trains once for all of them."""
+    root = tmp_path_factory.mktemp("spread")
+    singly = {f"alone/{recipe} {extra}": (recipe, extra) for _, jobs in SPREAD for recipe, extra in jobs}
+    at_once(*(partial(run_ranks, train_several, 2, str(start), {f"{root}/{next(iter(layout))}/{job[0]}": job
+                                                                for job in jobs}, layout, timeout=240)
+              for layout, jobs in SPREAD),
+            partial(train_several, str(start), {f"{root}/{name}": job for name, job in singly.items()}, {}))
+    return root
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "jobs"), SPREAD, ids=[next(iter(layout)) for layout, _ in SPREAD])
-def test_two_ranks_train_as_one_process(layout, jobs, start, alone, tmp_path):
-    run_ranks(train_several, 2, tmp_path, str(start), jobs, layout)
+def test_two_ranks_train_as_one_process(layout, jobs, spread):
     for recipe, extra in jobs:
-        for ours, theirs in zip(numbers(tmp_path / recipe), alone(recipe, extra), strict=True):
+        runs = spread / next(iter(layout)) / recipe, spread / f"alone/{recipe} {extra}"
+        for ours, theirs in zip(*map(numbers, runs), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), recipe
 
 

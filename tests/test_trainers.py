@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, start
+from ranks import at_once, run_ranks, start
 from safetensors.torch import load_file, save_file
 
 import minirl.evaluate
@@ -418,13 +421,14 @@ def train_all(name: str, runs: list[dict]) -> None:
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory, sft_run) -> dict[tuple[str, int], Path]:
     """The same float64 run on 1, 2 and 4 ranks, by the mode of aggregation."""
-    runs = {}
+    runs, jobs = {}, []
     for ranks, modes in ((1, ("token", "prompt")), (2, ("token", "prompt")), (4, ("token",))):
         options = []
         for mode in modes:
             runs[mode, ranks] = tmp_path_factory.mktemp(f"{mode}_{ranks}") / "run"
             options.append(LAYOUT | dict(run_dir=str(runs[mode, ranks]), init=str(sft_run / "step_60"), aggregate=mode))
-        run_ranks(train_all, ranks, "train_grpo", options)
+        jobs.append(partial(run_ranks, train_all, ranks, "train_grpo", options))
+    at_once(*jobs)
     return runs
 
 
@@ -467,12 +471,11 @@ def spread(layouts, tmp_path_factory, sft_run) -> Path:
     of one process."""
     root, init = tmp_path_factory.mktemp("spread"), {"init": str(sft_run / "step_60")}
     train("train_grpo", ONE_STEP | init | dict(run_dir=str(root / "alone")))
-    for ranks, some in SPREAD.items():
-        run_ranks(train_all, ranks, "train_grpo", [
-            options | layout | init | dict(run_dir=str(root / str(layout) / kind)) for layout in some
-            for kind, options in (("float64", LAYOUT), ("float32", ONE_STEP),
-                                  ("replay", ONE_STEP | dict(replay=str(root / "alone/rollouts/step_1"))))
-            if kind == "float64" or ranks == 2], timeout=240)
+    at_once(*(partial(run_ranks, train_all, ranks, "train_grpo", [
+        options | layout | init | dict(run_dir=str(root / str(layout) / kind)) for layout in some
+        for kind, options in (("float64", LAYOUT), ("float32", ONE_STEP),
+                              ("replay", ONE_STEP | dict(replay=str(root / "alone/rollouts/step_1"))))
+        if kind == "float64" or ranks == 2], timeout=240) for ranks, some in SPREAD.items()))
     return root
 
 
@@ -516,13 +519,13 @@ SFT_SPREAD = {2: [dict(tp=2, sp=True), dict(pp=2, pipeline="gpipe"), dict(cp=2),
 def test_sft_in_every_layout_has_the_numbers_of_one_process(tmp_path):
     options = SFT | dict(dtype="float64", steps=2, batch_size=8, microbatch_size=2, eval_every=1, eval_rows=6,
                          eval_problems=2)
-    train("train_sft", options | dict(run_dir=str(tmp_path / "one")))
-    for ranks, some in SFT_SPREAD.items():
-        run_ranks(train_all, ranks, "train_sft",
-                  [options | layout | dict(run_dir=str(tmp_path / str(layout))) for layout in some])
-        for layout in some:
-            for ours, theirs in zip(numbers(tmp_path / str(layout)), numbers(tmp_path / "one"), strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), layout
+    at_once(*(partial(run_ranks, train_all, ranks, "train_sft",
+                      [options | layout | dict(run_dir=str(tmp_path / str(layout))) for layout in some])
+              for ranks, some in SFT_SPREAD.items()),
+            partial(train, "train_sft", options | dict(run_dir=str(tmp_path / "one"))))
+    for layout in (layout for some in SFT_SPREAD.values() for layout in some):
+        for ours, theirs in zip(numbers(tmp_path / str(layout)), numbers(tmp_path / "one"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-11), layout
 
 
 # ---- kills and signals ----
@@ -582,63 +585,96 @@ class SignalAfter:
         MetricsLogger.log = log_and_signal
 
 
-def carry_out(name: str, options: dict, interrupts: list, threads: int = 1) -> list[int]:
-    """Interrupted again and again, resumed each time, then left in peace. The exit code of each process."""
-    codes = []
-    for interrupt in [*interrupts, None]:
-        process = start(train_until, name, options | dict(resume=bool(codes)), interrupt, threads=threads,
-                        output=Path(options["run_dir"]).parent / "output.txt")
-        process.join(100)
-        codes.append(process.exitcode)
-        process.kill()
-        if process.exitcode not in (0, -signal.SIGKILL):
-            break
-    return codes
+@dataclasses.dataclass
+class Chain:
+    """A run that is interrupted again and again, resumed each time, then left in peace; the exit codes of it all."""
+
+    trainer: str
+    options: dict
+    interrupts: list
+    threads: int = 1
+    codes: list[int] = dataclasses.field(default_factory=list)
+
+    def go_on(self) -> BaseProcess:
+        self.run.parent.mkdir(exist_ok=True)
+        return start(train_until, self.trainer, self.options | dict(resume=bool(self.codes)),
+                     [*self.interrupts, None][len(self.codes)], threads=self.threads, output=self.output)
+
+    @property
+    def run(self) -> Path:
+        return Path(self.options["run_dir"])
+
+    @property
+    def output(self) -> Path:
+        return self.run.with_suffix(".txt")
+
+    def check(self) -> None:
+        text = self.output.read_text()[-3000:]
+        assert self.codes == [-signal.SIGKILL] * len(self.interrupts) + [0], f"{self.codes}: killed too late? {text}"
+
+
+def carry_out(*chains: Chain) -> None:
+    """Side by side."""
+    running = {chain.go_on(): chain for chain in chains}
+    try:
+        while running:
+            assert wait([process.sentinel for process in running], 100), "a run is stuck"
+            for process in [process for process in running if process.exitcode is not None]:
+                chain = running.pop(process)
+                chain.codes.append(process.exitcode)
+                if len(chain.codes) <= len(chain.interrupts) and process.exitcode in (0, -signal.SIGKILL):
+                    running[chain.go_on()] = chain
+    finally:
+        for process in running:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory) -> dict[int, Path]:
-    """By the number of threads."""
-    runs = {}
+def chains(tmp_path_factory) -> dict[str, Chain]:
+    """Of GRPO, by the number of threads, and of SFT: a run that is killed, and one that is not."""
+    root, found = tmp_path_factory.mktemp("chains"), {}
     for threads in (1, 2):
-        runs[threads] = tmp_path_factory.mktemp(f"unbroken_{threads}") / "run"
-        assert carry_out("train_grpo", CHAIN | dict(run_dir=str(runs[threads])), [], threads) == [0]
-    return runs
+        rng = random.Random(threads)
+        kills = [
+            KillAt("cold_start/metrics.jsonl", rng.randint(4, 6)),  # in the middle of the cold start
+            KillAt("cold_start/step_", rng.randint(1, 15)),  # while its end is being saved
+            KillAt("run/step_0.tmp", rng.randint(1, 10)),  # the cold start is over, and nothing of GRPO is there yet
+            KillAt("run/step_2.tmp", rng.randint(1, 10)),  # nothing but step_0 to go on from
+            KillAt("run/metrics.jsonl", rng.randint(2, 4)),
+            KillAt("run/step_5", rng.randint(1, 20)),
+        ]
+        for name, interrupts in (("unbroken", []), ("broken", kills if threads == 1 else kills[::2])):
+            found[f"{name} {threads}"] = Chain("train_grpo", CHAIN | dict(
+                run_dir=str(root / f"{name}_{threads}" / "run")), interrupts, threads)
+    rng = random.Random(5)
+    kills = [KillAt(text, rng.randint(1, 20)) for text in ("broken", "broken/step_6", "broken/step_9", "broken")]
+    for name, interrupts in (("unbroken", []), ("broken", kills)):
+        found[f"{name} sft"] = Chain("train_sft", SFT_CHAIN | dict(run_dir=str(root / "sft" / name)), interrupts)
+    carry_out(*found.values())
+    return found
 
 
-def text_of(tmp_path: Path) -> str:
-    return (tmp_path / "output.txt").read_text()[-3000:]
+@pytest.fixture(scope="module")
+def unbroken(chains) -> dict[int, Path]:
+    """By the number of threads."""
+    return {threads: chains[f"unbroken {threads}"].run for threads in (1, 2)}
 
 
 @dist
 @pytest.mark.parametrize("threads", (1, 2))
-def test_killed_at_random_moments_a_run_resumes_to_the_bits_of_an_unbroken_one(tmp_path, unbroken, threads):
-    rng = random.Random(threads)
-    kills = [
-        KillAt("cold_start/metrics.jsonl", rng.randint(4, 6)),  # in the middle of the cold start
-        KillAt("cold_start/step_", rng.randint(1, 15)),  # while its end is being saved
-        KillAt("run/step_0.tmp", rng.randint(1, 10)),  # the cold start is over, and nothing of GRPO is there yet
-        KillAt("run/step_2.tmp", rng.randint(1, 10)),  # nothing but step_0 to go on from
-        KillAt("run/metrics.jsonl", rng.randint(2, 4)),
-        KillAt("run/step_5", rng.randint(1, 20)),
-    ]
-    kills = kills if threads == 1 else kills[::2]
-    codes = carry_out("train_grpo", CHAIN | dict(run_dir=str(tmp_path / "run")), kills, threads)
-    assert codes[-1] == 0, text_of(tmp_path)
-    assert codes.count(-signal.SIGKILL) == len(kills), f"{codes}: a run ended before it could be killed"
-    assert_same_run(tmp_path / "run", unbroken[threads], 5)
-    assert numbers(tmp_path / "run/cold_start") == numbers(unbroken[threads] / "cold_start")
-    assert not list((tmp_path / "run").rglob("*.tmp"))
+def test_killed_at_random_moments_a_run_resumes_to_the_bits_of_an_unbroken_one(chains, threads):
+    broken, unbroken = (chains[f"{name} {threads}"] for name in ("broken", "unbroken"))
+    broken.check(), unbroken.check()
+    assert_same_run(broken.run, unbroken.run, 5)
+    assert numbers(broken.run / "cold_start") == numbers(unbroken.run / "cold_start")
+    assert not list(broken.run.rglob("*.tmp"))
 
 
 @dist
-def test_sft_killed_at_random_moments_resumes_to_the_same_run(tmp_path):
-    rng = random.Random(5)
-    assert carry_out("train_sft", SFT_CHAIN | dict(run_dir=str(tmp_path / "unbroken")), []) == [0]
-    kills = [KillAt(text, rng.randint(1, 20)) for text in ("broken", "broken/step_6", "broken/step_9", "broken")]
-    codes = carry_out("train_sft", SFT_CHAIN | dict(run_dir=str(tmp_path / "broken")), kills)
-    assert codes[-1] == 0 and codes.count(-signal.SIGKILL) == 4, f"{codes} {text_of(tmp_path)}"
-    assert_same_run(tmp_path / "broken", tmp_path / "unbroken", 10)
+def test_sft_killed_at_random_moments_resumes_to_the_same_run(chains):
+    broken, unbroken = chains["broken sft"], chains["unbroken sft"]
+    broken.check(), unbroken.check()
+    assert_same_run(broken.run, unbroken.run, 10)
 
 
 @dist
@@ -654,6 +690,10 @@ def test_sigterm_and_ctrl_c_save_and_exit_with_0_and_resume_to_the_same_run(tmp_
     assert start_and_join(options | dict(resume=True), None, tmp_path) == 0, text_of(tmp_path)
     assert_same_run(run_dir, unbroken[1], 5)
     assert numbers(run_dir / "cold_start") == numbers(unbroken[1] / "cold_start")
+
+
+def text_of(tmp_path: Path) -> str:
+    return (tmp_path / "output.txt").read_text()[-3000:]
 
 
 def start_and_join(options: dict, interrupt, tmp_path: Path) -> int | None:

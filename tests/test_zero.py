@@ -6,10 +6,11 @@ import gc
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from ranks import Weigh, run_ranks
+from ranks import Weigh, at_once, run_ranks
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -219,7 +220,7 @@ def alone() -> dict:
 
 @pytest.fixture(scope="module")
 def together() -> dict:
-    found = {ranks: run_ranks(all_runs, ranks, ranks) for ranks in RUNS}
+    found = dict(zip(RUNS, at_once(*(partial(run_ranks, all_runs, ranks, ranks) for ranks in RUNS)), strict=True))
     for ranks, results in found.items():
         for key in [*RUNS[ranks], *(key for key in results[0] if key[0] == "bfloat16")]:
             stage = key[1] if key[0] == "bfloat16" else key[0]
