@@ -47,12 +47,15 @@ def row_length(env: Env, tokenizer: Tokenizer, example: Example, solution: bool 
     return len(prompt_tokens(tokenizer, example.prompt)) + 1
 
 
-def longest_row(env: Env, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest row that the task may need, an expert's or one of max_new_tokens: the context to build.
+def looked_at(env: Env, split: str) -> list[Example]:
+    """What says how long rows are: every row of a data set. Of an endless task the first thousand problems, and a
+    hundred of those held out: they are of the same kind, and to find one takes ten tries."""
+    return env.sample(env.size(split) or {"train": 1000, "eval": 100}[split], split=split)
 
-    Looks at every row of a data set, at the first thousand problems of an endless task.
-    """
-    examples = [example for split in ("train", "eval") for example in env.sample(env.size(split) or 1000, split=split)]
+
+def longest_row(env: Env, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest row that the task may need, an expert's or one of max_new_tokens: the context to build."""
+    examples = [example for split in ("train", "eval") for example in looked_at(env, split)]
     return max(max(row_length(env, tokenizer, example, solution=True),
                    row_length(env, tokenizer, example) + env.max_new_tokens) for example in examples)
 
@@ -72,7 +75,7 @@ def fit_to_context(env: Env, tokenizer: Tokenizer, context: int, drop: bool = Fa
         env = env.only(fits)
     remedy = "leave such problems out with --drop-long-rows, or " if hasattr(env, "only") else ""
     for split in ("train", "eval"):
-        for i, example in enumerate(env.sample(env.size(split) or 1000, split=split)):
+        for i, example in enumerate(looked_at(env, split)):
             if not fits(example):
                 raise UserError(f"{split} problem {i} ({example.prompt[:30]!r}...) needs "
                                 f"{row_length(env, tokenizer, example, solutions)} tokens, but the model's context is "
