@@ -3,6 +3,7 @@
 `pytest tests/test_layouts.py --every-model` tries all layouts with all models, five updates each.
 """
 
+import copy
 import gc
 import shutil
 from functools import partial
@@ -133,12 +134,13 @@ def cases(world: int, every: bool) -> list[tuple[int, dict, dict[str, tuple[rang
 
 def every_layout(folder: str, world: int, every: bool) -> list:
     """On each rank: what every layout and model came to, and its checkpoints in a folder of their own."""
-    found, env = [], make_env("addition", difficulty=1)
+    found, env, models = [], make_env("addition", difficulty=1), {name: model_of(MODELS[name]) for name in MODELS}
+    tokenizer = load_tokenizer(STORIES) if MODELS["stories260k"] == str(STORIES) else ByteTokenizer()
     for number, layout, models in cases(world, every):
         mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
         options = {name: value for name, value in layout.items() if name not in AXES}
         for name, parts in models.items():
-            model = parallelize(model_of(MODELS[name]), mesh, **options)
+            model = parallelize(copy.deepcopy(models[name]), mesh, **options)
             history, optimizer = [], None
             for steps in parts:
                 more, optimizer = train(model, mesh, steps, optimizer)
@@ -149,7 +151,6 @@ def every_layout(folder: str, world: int, every: bool) -> list:
                 logprobs = rollout_logprobs(model, some_rows(), 3, 0.7, mesh)
                 sampled, metrics = (), {}
                 if name == "stories260k":  # of two models one is enough
-                    tokenizer = load_tokenizer(STORIES) if MODELS[name] == str(STORIES) else ByteTokenizer()
                     rows = collect(model, tokenizer, env, env.sample(4), 2, 0, mesh, max_new_tokens=4, seed=3)
                     sampled = (rows.tokens, rows.rewards, rows.old_logprobs)
                     metrics = evaluate(model, tokenizer, env, 5, mesh, 3)

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,29 @@ def test_two_machines_train_as_one_process_end_together_whatever_is_lost_and_go_
     assert steps == alone and ours == pytest.approx(theirs, rel=1e-7)
 
 
+ENDINGS = {  # of the second of two ranks, or of its torchrun, while the first does nothing
+    "broken": "if mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\ntime.sleep(300)\n",
+    "killed": "pathlib.Path(__file__).with_name('ready').touch()\ntime.sleep(300)\n",
+    "in good order": f"time.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n",
+}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory) -> Iterator[dict[str, Job]]:
+    """Jobs that wait for most of their time, in which others can run."""
+    root = tmp_path_factory.mktemp("endings")
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for name, ending in ENDINGS.items():
+            script = root / name / "script.py"
+            script.parent.mkdir()
+            script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\n"
+                              f"mesh = init_mesh('cpu')\nbarrier(mesh)\n{ending}")
+            jobs[name] = stack.enter_context(Job(script.parent, str(script), ranks=2))
+        yield jobs
+
+
+@pytest.mark.usefixtures("endings")
 def test_sigterm_to_torchrun_saves_before_the_workers_leave(tmp_path):
     run = tmp_path / "run"
     options = SFT | dict(run_dir=str(run), steps=10**6, save_every=10**6)
@@ -182,6 +206,7 @@ def test_sigterm_to_torchrun_saves_before_the_workers_leave(tmp_path):
         assert latest_checkpoint(run) == run / f"step_{last}" and last > 2, job.text[-3000:]
 
 
+@pytest.mark.usefixtures("endings")
 def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
     script = tmp_path / "script.py"  # in which the others wait until torchrun ends them, however late the first rank is
     script.write_text("import train_sft\nfrom minirl.config import run\nfrom minirl.parallel import mesh\n"
@@ -193,28 +218,13 @@ def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path):
             "error: 5 rows of --batch-size do not divide over 2 replicas: use a multiple of 2"]
 
 
-ENDINGS = {  # of the second of two ranks, or of its torchrun, while the first does nothing
-    "broken": "if mesh.dp_rank == 1:\n    raise RuntimeError('broken microbatch')\ntime.sleep(300)\n",
-    "killed": "pathlib.Path(__file__).with_name('ready').touch()\ntime.sleep(300)\n",
-    "in good order": f"time.sleep(mesh.dp_rank * {GRACE + 1})\nprint('is done')\n",
-}
-
-
-def test_an_exception_and_a_killed_torchrun_end_a_job_and_ranks_that_end_in_good_order_are_left_alone(tmp_path):
-    jobs = {}
-    with contextlib.ExitStack() as stack:
-        for name, ending in ENDINGS.items():  # at the same time, for they wait for most of it
-            script = tmp_path / name / "script.py"
-            script.parent.mkdir()
-            script.write_text("import pathlib, time\nfrom minirl.parallel import barrier, init_mesh\n"
-                              f"mesh = init_mesh('cpu')\nbarrier(mesh)\n{ending}")
-            jobs[name] = stack.enter_context(Job(script.parent, str(script), ranks=2))
-        broken, killed, good = jobs.values()
-        assert wait_until((tmp_path / "killed/ready").exists, len(jobs) * for_a_start()), killed.text
-        assert len(killed.look()) == 5
-        killed.agents[0].kill()
-        assert wait_until(killed.ended, 10), "ranks of a killed launcher live on"
-        assert wait_until(broken.ended, len(jobs) * for_a_start()) and broken.agents[0].exitcode
-        assert "RuntimeError: broken microbatch" in broken.text and 'script.py", line 6' in broken.text
-        assert wait_until(good.ended, len(jobs) * for_a_start())
-        assert good.agents[0].exitcode == 0 and good.text.count("is done") == 2, good.text
+def test_an_exception_and_a_killed_torchrun_end_a_job_and_ranks_that_end_in_good_order_are_left_alone(endings):
+    broken, killed, good = endings.values()
+    assert wait_until((killed.texts[0].parent / "ready").exists, len(endings) * for_a_start()), killed.text
+    assert len(killed.look()) == 5
+    killed.agents[0].kill()
+    assert wait_until(killed.ended, 10), "ranks of a killed launcher live on"
+    assert wait_until(broken.ended, len(endings) * for_a_start()) and broken.agents[0].exitcode
+    assert "RuntimeError: broken microbatch" in broken.text and 'script.py", line 6' in broken.text
+    assert wait_until(good.ended, len(endings) * for_a_start())
+    assert good.agents[0].exitcode == 0 and good.text.count("is done") == 2, good.text
