@@ -134,13 +134,14 @@ def cases(world: int, every: bool) -> list[tuple[int, dict, dict[str, tuple[rang
 
 def every_layout(folder: str, world: int, every: bool) -> list:
     """On each rank: what every layout and model came to, and its checkpoints in a folder of their own."""
-    found, env, models = [], make_env("addition", difficulty=1), {name: model_of(MODELS[name]) for name in MODELS}
+    found, env = [], make_env("addition", difficulty=1)
+    opened = {name: model_of(source) for name, source in MODELS.items()}
     tokenizer = load_tokenizer(STORIES) if MODELS["stories260k"] == str(STORIES) else ByteTokenizer()
     for number, layout, models in cases(world, every):
         mesh = init_mesh("cpu", **{axis: layout.get(axis, 1) for axis in AXES})
         options = {name: value for name, value in layout.items() if name not in AXES}
         for name, parts in models.items():
-            model = parallelize(copy.deepcopy(models[name]), mesh, **options)
+            model = parallelize(copy.deepcopy(opened[name]), mesh, **options)
             history, optimizer = [], None
             for steps in parts:
                 more, optimizer = train(model, mesh, steps, optimizer)
