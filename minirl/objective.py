@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from minirl.rollout import Rollout
 
 
-
 def look_again(policy: Transformer, rollout: Rollout, config: RecipeOptions, first_token: int, microbatch_size: int,
                temperature: float, mesh: Mesh | None = None) -> Rollout:
     """The rollout with what the policy, before its first update on it, says of it: as far as some column asks.
