@@ -128,8 +128,7 @@ def main(config: Config) -> Path | None:
 
         # (1) rollout: every prompt is answered group_size times; with --staleness, for a later step
         rollout = collector.next(policy, step)
-        if mesh.is_main:
-            monitor.add(step, rollout)
+        monitor.add(step, rollout, mesh)
         sampling_ended = perf_counter()
 
         # (2) advantages: better or worse than the other answers to the same prompt?

@@ -1,6 +1,6 @@
 """Credit over turns: the same walk of eight turns, learnt with one credit after the other, from the same starts.
 
-    python benchmarks/credit.py            prints the table; about 10 minutes of one idle core
+    python benchmarks/credit.py            prints the table; about half an hour of one idle core
     python benchmarks/credit.py --docs     also puts it into docs/credit.md
 
 The task is `walk` (minirl/env/walk.py): 6 places away, 8 turns, reward 1 at the end for arriving. A drunkard's walks
@@ -30,10 +30,10 @@ CREDITS = {
     "turn": dict(turn_gamma=1.0),
     "grow": {},
 }
-STEPS, EVERY = 40, 5
+STEPS, EVERY = 60, 10
 SFT = dict(device="cpu", task="walk", steps=500, until_accuracy=0.3, eval_every=10, eval_problems=100, eval_rows=0,
            schedule="constant", save_every=50, keep=1)
-GRPO = dict(device="cpu", task="walk", steps=STEPS, prompts_per_step=8, group_size=16, minibatches=1, lr=1e-3,
+GRPO = dict(device="cpu", task="walk", steps=STEPS, prompts_per_step=32, group_size=16, minibatches=1, lr=1e-3,
             warmup_steps=0, schedule="constant", advantage_scale="none", kl_coef=0.0, mask_constant=False, eval_every=0,
             eval_problems=200, save_every=10, keep=1)
 

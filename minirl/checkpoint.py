@@ -170,6 +170,10 @@ def open_run(config: Any, mesh: Mesh, free: Container[str] = FREE_TO_CHANGE) -> 
     for path in (Path(config.run_dir), *Path(config.run_dir).parents):
         if path.exists() and not path.is_dir():
             raise UserError(f"--run-dir {config.run_dir} cannot be made: {path} is a file; name a folder")
+        if path.is_dir():
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise UserError(f"--run-dir {config.run_dir}: you may not write into {path}; name another folder")
+            break
     folder = latest_checkpoint(config.run_dir)
     if folder and not config.resume:
         raise UserError(f"{config.run_dir} already holds {folder.name}: go on from there with --resume, "

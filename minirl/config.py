@@ -261,7 +261,10 @@ def _argument(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
 
     def convert(text: str) -> Any:
-        return None if optional and text == "none" else kind(text)
+        value = None if optional and text == "none" else kind(text)
+        if isinstance(value, float) and not math.isfinite(value):  # NaN would pass every comparison with a bound
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+        return value
 
     convert.__name__ = kind.__name__  # argparse's message: invalid float value: 'abc'
     if choices and optional:

@@ -13,8 +13,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from minirl.config import write_text
+from minirl.parallel.collectives import gather_objects
 
 if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
     from minirl.rollout import Rollout
 
 KEPT, BLOCK = 20, 100  # samples at either end, of so many steps
@@ -45,20 +47,27 @@ class Monitor:
     def __init__(self, run_dir: str | Path, kept: int = KEPT, block: int = BLOCK):
         self.folder, self.kept, self.block = Path(run_dir) / "samples", kept, block
 
-    def add(self, step: int, rollout: Rollout) -> None:
-        """Take in the rows of a step (counted from 1); needs texts and rewards."""
-        first = (step - 1) // self.block * self.block + 1
-        file = self.folder / f"steps_{first}-{first + self.block - 1}.jsonl"
-        rows = [row for row in read(file) if row["step"] < step]  # a resumed run takes some steps twice
+    def add(self, step: int, rollout: Rollout, mesh: Mesh | None = None) -> None:
+        """Take in the rows of a step (counted from 1), of all replicas; needs texts and rewards. All ranks call it."""
+        rows = []
         for i, text in enumerate(rollout.texts):
             turns = rollout.turns[i] if rollout.turns else []
             parts = turns[-1].info.get("rewards", {}) if turns else {}
             rows.append({"step": step, "sample": int(rollout.sample_ids[i]), "reward": float(rollout.rewards[i]),
                          "rewards": parts, "text": text})
-        rows.sort(key=lambda row: (-row["reward"], row["step"], row["sample"]))
-        ends = rows if len(rows) <= 2 * self.kept else rows[: self.kept] + rows[-self.kept :]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, "".join(json.dumps(row) + "\n" for row in ends))
+        if mesh is not None:
+            rows = [row for replica in gather_objects(self.ends(rows), mesh.dp_group) for row in replica]
+        if mesh is None or mesh.is_main:
+            first = (step - 1) // self.block * self.block + 1
+            file = self.folder / f"steps_{first}-{first + self.block - 1}.jsonl"
+            rows += [row for row in read(file) if row["step"] < step]  # a resumed run takes some steps twice
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(file, "".join(json.dumps(row) + "\n" for row in self.ends(rows)))
+
+    def ends(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The best and the worst, in this order; all where they are few."""
+        rows = sorted(rows, key=lambda row: (-row["reward"], row["step"], row["sample"]))
+        return rows if len(rows) <= 2 * self.kept else rows[: self.kept] + rows[-self.kept :]
 
 
 def read(file: Path) -> list[dict[str, Any]]:

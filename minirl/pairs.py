@@ -44,7 +44,8 @@ def rows_of(pairs: Tensor) -> Tensor:
 def microbatches(pairs: Rollout, size: int) -> Iterator[Rollout]:
     """Pieces of at most `size` pairs, similar lengths together. A pair is never torn: its loss needs both answers."""
     longest = pairs.lengths.view(-1, 2).amax(1)
-    return (pairs.rows(rows_of(part)) for part in torch.argsort(longest, stable=True).split(size))
+    parts = torch.argsort(longest, stable=True).split(size)
+    return (pairs.rows(rows_of(part)) for part in parts if len(part))  # a replica may have none, in one empty part
 
 
 def answers(logprobs: Tensor, mb: Rollout, row: Preference, mesh: Mesh | None = None) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@ r"""Verifiable rewards: which number a text gives as its answer, and whether it 
 Numbers are compared as exact fractions. What counts:
 
     72   +7   -7   .5   29.00   1,234   1e3   1/2        their value; a comma only in front of three digits
-    $5   -$5   $-5   50%   12.   5kg   **72**            the number alone: 50% is 50
-    U+2212 (minus sign), full-width digits               read as - and 0-9
+    $5   -$5   $-5   50%   12.   5kg   **72**            the number alone: 50% is 50; as $ also the signs of euro,
+                                                         pound and yen
+    U+2212 (minus sign), U+2013 (en dash), U+FF10..19    read as -, - and 0-9
     5-3                                                  5 and 3: a minus behind a digit is no sign
     1 234   1 1/2   1,00,000                             several numbers, not one
     x2   nan   inf   1e999   1/0   over 40 characters    no number
@@ -13,7 +14,9 @@ Which number is the answer, in a text cut where it invents a new question (a lin
 
     "#### 72" or "\boxed{72}"    all numbers on the rest of that line (in those braces) must have one value:
                                  "#### 41 #### 42", "#### 41, 42 or 43" and "\boxed{41} #### 42" list guesses
-                                 and have no answer, "#### 42 ... #### 42.0" has one; "####" alone has none
+                                 and have no answer, "#### 42 ... #### 42.0" has one; "####" alone has none.
+                                 Nor has what is to be worked out: "#### 2*2", "#### - 7", "#### -(7)",
+                                 "\boxed{\frac{1}{2}}" (of commands with braces only \text is read)
     neither                      the last number of the text: "5 is wrong. Answer: 10" is 10
 
 Every pattern reads its text once, however odd: no quantifier is nested in another over the same characters.
@@ -42,15 +45,22 @@ if TYPE_CHECKING:
     from minirl.env.base import Step
 
 NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"  # a sign, unless it stands behind an operand: -5, -$5, $-5, but 7-5
+    r"(?:(?<![\w)])[-+][$€£¥]?|[$€£¥][-+]?)?"  # a sign, unless it stands behind an operand: -5, -$5, $-5, but 7-5
     r"(?:(?<!\w)(?<![0-9]\.)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.50, 1234, 2.5
     r"|(?<![\w.])\.[0-9]+)"  # .5, but not the end of "1.2.5" or "...5"
     r"(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?"  # 1e3, 1/2
 )
-MARKED = re.compile(r"####[^\n]*|\\boxed\{[^{}\n]*\}")
+# The last way is the beginning of a box that the one before could not read.
+MARKED = re.compile(r"####[^\n]*|\\boxed\{(?:\\text\{[^{}\n]*\}|[^{}\n])*\}|\\boxed\{")
+UNREAD = re.compile(
+    r"\\boxed\{$"
+    r"|[-+](?![$€£¥]?\.?[0-9])[\s(\[{*$€£¥\\]+\.?[0-9]"  # - 7, -(7): a sign that is not part of the number
+    r"|[0-9.)}]\s*(?:[-+^×÷·]|\*\*?)\s*[({]?[-+]?\.?[0-9]"  # 2*2, 7-7, 2^2
+    r"|\^\s*\{?[-+]?[0-9]"  # x^2
+)
 NEW_QUESTION = re.compile(r"^[ \t]*(?:Question|Q):", re.MULTILINE)
-ODD = re.compile("[\u2212\uFF10-\uFF19]")
-PLAIN = str.maketrans("\u2212" + "".join(map(chr, range(0xFF10, 0xFF1A))), "-0123456789")
+ODD = re.compile("[\u2013\u2212\uFF10-\uFF19]")
+PLAIN = str.maketrans("\u2013\u2212" + "".join(map(chr, range(0xFF10, 0xFF1A))), "--0123456789")
 MAX_NUMBER = 40  # characters, and decimal places before or behind the point: a longer one is nobody's answer
 
 
@@ -60,7 +70,7 @@ def parse_number(text: str) -> Fraction | None:
     found = NUMBER.match(text)
     if found is None or len(found[0]) > MAX_NUMBER or text[found.end() :].strip() not in ("", ".", "%", "%."):
         return None
-    number, _, divisor = found[0].replace("$", "").replace(",", "").partition("/")
+    number, _, divisor = re.sub("[$€£¥,]", "", found[0]).partition("/")
     value = Decimal(number)
     divisor = int(divisor or 1)
     if divisor == 0 or abs(value.adjusted()) > MAX_NUMBER:  # the Fraction of 1e999 would have 999 digits
@@ -69,7 +79,10 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def plain(text: str) -> str:
-    """U+2212 and full-width digits as - and 0-9. `str.translate` alone takes as long for each of all the others."""
+    """Dashes that stand for a minus, and full-width digits, as - and 0-9.
+
+    `str.translate` alone takes as long for each of all the others.
+    """
     return ODD.sub(lambda found: found[0].translate(PLAIN), text)
 
 
@@ -77,7 +90,8 @@ def extract_answer(text: str) -> str | None:
     """The number that `text` gives as its answer, as it is written there; None if it has none (see above)."""
     text = NEW_QUESTION.split(plain(text), maxsplit=1)[0]
     if marked := MARKED.findall(text):
-        numbers = [number for part in marked for number in NUMBER.findall(part)]
+        numbers = [] if any(map(UNREAD.search, marked)) else [
+            number for part in marked for number in NUMBER.findall(part)]
     else:  # from the end, word by word: no number has a space in it
         numbers = next((found for word in reversed(text.split()) if (found := NUMBER.findall(word))), [])[-1:]
     values = {parse_number(number) for number in set(numbers)}
@@ -419,7 +433,7 @@ def citation_rule(sample: Sample) -> float:
 
 def keyword_rule(sample: Sample, keywords: Collection[str]) -> float:
     """Share of the keywords that the final action uses, each once, in a text that is not made of them: where over half
-    of the words are keywords, it is 0."""
-    words = normalized(sample.final)
-    used = Counter(word for word in words if word in keywords)
-    return len(used) / len(keywords) if keywords and used.total() <= 0.5 * len(words) else 0.0
+    of the words are keywords, it is 0. They are compared as `normalized` words, "the Eiffel Tower" as two of them."""
+    wanted, words = {*normalized(" ".join(keywords))}, normalized(sample.final)
+    used = Counter(word for word in words if word in wanted)
+    return len(used) / len(wanted) if wanted and used.total() <= 0.5 * len(words) else 0.0

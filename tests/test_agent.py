@@ -345,7 +345,8 @@ def test_the_expert_of_every_task_makes_errors_and_recovers():
 @pytest.mark.parametrize("expression, result", [
     ("2+5+9", "16"), ("9-5*2", "-1"), ("(9-5)*2", "8"), ("2+5", None), ("2+5+9+9", None), ("25+9", None),
     ("16", None), ("2+5+9*1", None), ("2+5+9+0", None), ("2.5+9", None), ("2+5/0+9", None), ("2+5+9+()", None),
-    ("2+5+_9", None), ("", None), ("2+5+9" + "+" * 5000, None),
+    ("2+5+_9", None), ("9**2+5", None), ("9//2+5", None), ("9-.2+5", None), ("9-2e5", None), ("9%5+2", None),
+    ("5/2*9", "22.5"), ("9*(5-2)", "27"), ("", None), ("2+5+9" + "+" * 5000, None),
 ])
 def test_countdown_takes_each_number_once(expression, result):
     try:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from ranks import run_ranks
 from stubs import Reader, random_policy
 
 from minirl.config import UserError
@@ -33,6 +34,7 @@ from minirl.mixture import (
     with_judge,
 )
 from minirl.monitor import Monitor, gamed
+from minirl.parallel import init_mesh
 from minirl.rewards import (
     DANGEROUS,
     SECRETS,
@@ -205,13 +207,16 @@ def test_tags_in_another_order_nested_doubled_or_halved_are_no_format(text):
 
 
 def test_keyword_stuffing_does_not_pay():
-    keywords = {"because", "therefore", "check"}
+    keywords = {"Because", "therefore", "check!"}
     honest = "I add them because both are known, check the sum, and therefore write 42 down."
     assert keyword_rule(sample(honest), keywords) == 1.0
     assert keyword_rule(sample("because therefore check " * 20), keywords) == 0.0
     assert keyword_rule(sample(honest + " because" * 3), keywords) == 1.0, (
         "a keyword that is said again pays nothing more"
     )
+    visit = "In Paris we saw it from the tower"
+    assert keyword_rule(sample(visit), ["Paris", "the Eiffel Tower"]) == pytest.approx(2 / 3)
+    assert keyword_rule(sample(honest), ["the"]) == keyword_rule(sample(honest), []) == 0.0, "there is none"
     assert citation_rule(sample("It is so [2].", sources=[2], retrieved=[1, 2, 3])) == 1.0
     assert citation_rule(sample("[1][2][3][4][5][6]", sources=[2])) == pytest.approx(2 / 7), "all of them, to be safe"
     assert citation_rule(sample("[2][9]", sources=[2], retrieved=[1, 2])) == 0.0, "a source that was never seen"
@@ -611,6 +616,25 @@ def test_both_ends_of_the_rewards_are_kept_for_a_person(tmp_path):
     assert len((tmp_path / "samples/steps_3-4.jsonl").read_text().splitlines()) == 6
     monitor.add(2, rollout(everything[1], 40))  # a resumed run
     assert [json.loads(line) for line in (tmp_path / "samples/steps_1-2.jsonl").read_text().splitlines()] == kept
+
+
+def watch(folder: str, rewards: list[list[float]]) -> None:
+    """A step of the monitor for each list of rewards, whose rows are dealt out to the replicas."""
+    mesh = init_mesh("cpu")
+    share = mesh.share(len(rewards[0]))
+    monitor = Monitor(folder, kept=3, block=2)
+    for step, values in enumerate(rewards, 1):
+        monitor.add(step, rollout(values[share.start : share.stop], 20 * step + share.start), mesh)
+
+
+@pytest.mark.dist
+def test_the_rows_of_all_replicas_are_watched(tmp_path):
+    rng = Random(0)
+    rewards = [[rng.randrange(1000) / 1000 for _ in range(20)] for _ in range(3)]
+    watch(str(tmp_path / "one"), rewards)
+    run_ranks(watch, 2, str(tmp_path / "two"), rewards)
+    for name in ("steps_1-2.jsonl", "steps_3-4.jsonl"):
+        assert (tmp_path / "two/samples" / name).read_text() == (tmp_path / "one/samples" / name).read_text()
 
 
 # ---- fuzz ----

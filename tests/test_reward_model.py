@@ -12,11 +12,12 @@ from torch.autograd import gradcheck
 
 from minirl.checkpoint import load_model, read_model_config, save_model
 from minirl.config import UserError
+from minirl.learner import Learner
 from minirl.logprobs import Output, rollout_values
 from minirl.losses import row_sum
 from minirl.model import ModelConfig, Transformer
 from minirl.optim import adamw
-from minirl.pairs import pair_loss
+from minirl.pairs import pair_loss, pair_update
 from minirl.parallel import Mesh, forward_backward, init_mesh
 from minirl.parallel.layout import parallelize
 from minirl.reward_model import (
@@ -178,6 +179,26 @@ def train_in(layout: dict) -> tuple[list[float], torch.Tensor]:
 def test_every_layout_gives_the_same_scores(layout):
     losses, scores = train(Mesh())
     for theirs in run_ranks(train_in, 2, layout):
+        assert theirs[0] == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(theirs[1], scores, rtol=1e-9, atol=1e-9)
+
+
+def learn(layout: dict) -> tuple[list[float], torch.Tensor]:
+    """Three steps on pairs that are all the first replica's, as when the groups of the second are flat."""
+    mesh = init_mesh("cpu", dp=layout["dp"])
+    model = parallelize(model_of(), mesh, zero_stage=layout.get("zero_stage", 0))
+    learner = Learner(model, mesh, 1e-2, 1.0)
+    mine = rows((5, 3, 9, 4, 4, 7, 6, 6)).rows(torch.arange(8 if mesh.dp_rank == 0 else 0))
+    losses = [pair_update(learner, mine, 2, 1e-2)["loss"] for _ in range(3)]
+    assert pair_update(learner, mine.rows(torch.arange(0)), 2, 1e-2) == {}, "nobody has any"
+    return losses, score_rows(model, rows(), 4, mesh)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [dict(dp=2), dict(dp=2, zero_stage=3)], ids=str)
+def test_a_replica_without_pairs_follows_the_others(layout):
+    losses, scores = learn(dict(dp=1))
+    for theirs in run_ranks(learn, 2, layout):
         assert theirs[0] == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(theirs[1], scores, rtol=1e-9, atol=1e-9)
 

@@ -32,7 +32,15 @@ ANSWERS = [
     ("#### 12.", 12), ("#### 50%", 50), ("#### 1/2", Fraction(1, 2)), ("#### 3 apples", 3), ("####5", 5),
     ("#### .5", Fraction(1, 2)),
     ("#### \u22127", -7), ("#### 1e3", 1000), ("#### 15kg", 15), ("#### **72**", 72), ("9\n#### (-3)", -3),
-    ("#### x = 8", 8),
+    ("#### x = 8", 8), ("#### \u20137", -7), ("-\u20ac7", -7), ("#### \u00a35", 5), ("#### \u20ac-5.", -5),
+    (r"\boxed{72 \text{ dollars}}", 72), (r"\boxed{\text{about }72}", 72), ("The answer is \u20135", -5),
+    ("5\u20137", 7),
+    # what is still to be worked out, or has a sign that stands apart, is no answer
+    (r"\boxed{\frac{1}{2}}", None), (r"\boxed{3^{2}}", None), (r"\boxed{-\frac{3}{4}}", None),
+    (r"\boxed{\frac{2}{2}}", None), (r"\boxed{2^2}", None), (r"\boxed{x^2}", None), ("#### 2*2", None),
+    ("#### 7-7", None), ("#### 7+7", None), ("#### 2**2", None), ("#### - 7", None), ("#### -(7)", None),
+    ("#### -$ 7", None), ("#### - $7", None), ("#### -**7**", None), (r"\boxed{7", None), ("\\boxed{\n7}", None),
+    (r"7 \boxed{} 7", None), (r"\boxed{-{7}} 7", None),
     (r"so \boxed{72}.", 72), (r"\boxed{$1,080}", 1080), (r"#### \boxed{72}", 72),
     ("####\t72\nThat took 3 steps.", 72),
     # several numbers: a list of guesses is no answer, the same answer twice is

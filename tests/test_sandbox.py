@@ -3,7 +3,9 @@
 Nothing here may rest on what Python forbids, so attacks that Python would stop are made by ctypes as well.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -333,12 +335,47 @@ def test_the_supervisor_goes_when_the_trainer_is_killed(tmp_path):
     server = int(trainer.stdout.readline())
     trainer.kill()
     trainer.wait()
+    wait_for(lambda: gone(server), "an orphan stays")
+
+
+@pytest.mark.parametrize("killed", ["trainer", "supervisor"])
+def test_a_sleeping_program_goes_with_its_trainer_and_with_its_supervisor(killed):
+    code = ("import threading, time; from minirl.env.sandbox import Sandbox; s = Sandbox(seconds=60); s.run('1');"
+            "server = s._free.get(); s._free.put(server); print(server.process.pid, flush=True);"
+            "s.run('import time; time.sleep(50)')")
+    trainer = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True)
+    server, program, folder = int(trainer.stdout.readline()), "", None
+    try:
+        while not program:
+            program = subprocess.run(["ps", "--ppid", str(server), "-o", "pid="], capture_output=True, text=True).stdout
+        time.sleep(0.5)  # it sleeps by now
+        with contextlib.suppress(OSError):  # who is not root may not look
+            folder = os.readlink(f"/proc/{int(program)}/cwd")
+        os.kill({"trainer": trainer.pid, "supervisor": server}[killed], signal.SIGKILL)
+        wait_for(lambda: gone(int(program)), "the program stays")
+        if killed == "trainer" and folder:
+            wait_for(lambda: not os.path.exists(os.path.dirname(folder)), "its folder stays")
+    finally:
+        trainer.kill()
+        trainer.wait()
+        if not gone(int(program)):
+            os.kill(int(program), signal.SIGKILL)
+
+
+def wait_for(done, complaint: str) -> None:
     for _ in range(100):
-        if not os.path.exists(f"/proc/{server}") or "Z" in open(f"/proc/{server}/stat").read().split(")")[1]:
-            break
+        if done():
+            return
         time.sleep(0.05)
-    else:
-        raise AssertionError("an orphan stays")
+    raise AssertionError(complaint)
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(")")[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def test_workers_run_programs_side_by_side():

@@ -16,8 +16,8 @@ class Addition:
     stop = ()  # an answer ends with EOS
 
     def __init__(self, difficulty: int = 2, seed: int = 0):
-        if difficulty < 1:
-            raise UserError(f"difficulty {difficulty}: addition needs operands of 1 digit or more")
+        if not 1 <= difficulty <= 1000:  # Python writes integers of 4300 digits at most
+            raise UserError(f"difficulty {difficulty}: addition needs operands of 1 digit or more, 1000 at most")
         self.difficulty, self.seed = difficulty, seed
         self.max_new_tokens = difficulty + 2  # a sum of difficulty + 1 digits, and EOS
 

@@ -18,7 +18,7 @@ from random import Random
 
 from minirl.config import UserError
 from minirl.env.base import Example, Step, check_split, sample_problems
-from minirl.rewards import numbers_equal, parse_number
+from minirl.rewards import MAX_NUMBER, numbers_equal, parse_number
 
 MAX_TEXT = 200  # characters of an expression
 MAX_DEPTH = 100  # levels of the parse tree; 1+1+...+1 has one a term
@@ -158,8 +158,9 @@ class Calculator:
     stop = (CLOSE,)
 
     def __init__(self, difficulty: int = 2, seed: int = 0, max_turns: int = 3):
-        if difficulty < 1:
-            raise UserError(f"difficulty {difficulty}: calculator needs operands of 1 digit or more")
+        if not 1 <= difficulty <= MAX_NUMBER // 3:  # or the product of all three would be no answer
+            raise UserError(f"difficulty {difficulty}: calculator needs operands of 1 digit or more, "
+                            f"{MAX_NUMBER // 3} at most")
         self.difficulty, self.seed, self.max_turns = difficulty, seed, max_turns
         call = len(OPEN) + 3 * difficulty + 2 + len(CLOSE)
         self.max_new_tokens = call + 3 * difficulty + 2 + 8  # a call, a signed answer and EOS, some to waste

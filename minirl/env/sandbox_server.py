@@ -57,7 +57,6 @@ def lock_in(folder: str, seconds: float, memory: int, file_size: int) -> list[st
     if sys.platform != "linux":
         return guards
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     inside = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # a root without the right to it, in a container
@@ -69,6 +68,7 @@ def lock_in(folder: str, seconds: float, memory: int, file_size: int) -> list[st
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
             guards.append("nobody")
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # here: another user's process has lost it again
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock(libc, inside):
@@ -160,7 +160,7 @@ def filter_program(column: int, architecture: int) -> list[tuple[int, int, int, 
 
 # ---- the child: one program ----
 
-def become_program(request: dict, folder: str, output: int, results: int) -> None:
+def become_program(request: dict, folder: str, output: int, results: int, supervisor: int) -> None:
     """Never returns. Descriptors that stay open: 0 empty, 1 and 2 the output, 3 the values."""
     code = 1
     try:
@@ -175,6 +175,8 @@ def become_program(request: dict, folder: str, output: int, results: int) -> Non
         sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", errors="replace",
                                                    write_through=True)
         guards = lock_in(folder, request["seconds"], request["memory"], request["file_size"])
+        if os.getppid() != supervisor:  # it went before its end would have been ours
+            return
         if request["code"] is None:
             os.write(3, json.dumps(guards).encode())
             code = 0
@@ -220,16 +222,16 @@ def describe(error: BaseException) -> str:
 
 # ---- the supervisor ----
 
-def supervise(request: dict, base: str) -> dict:
-    """Run one program in a child, and say what became of it."""
+def supervise(request: dict, base: str, requests: int) -> dict:
+    """Run one program in a child, and say what became of it. It ends with the pipe of the requests."""
     folder = tempfile.mkdtemp(dir=base)
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
     began = time.monotonic()
     (out, output), (res, results) = os.pipe(), os.pipe()
-    pid = os.fork()
+    supervisor, pid = os.getpid(), os.fork()
     if pid == 0:
-        become_program(request, folder, output, results)
+        become_program(request, folder, output, results, supervisor)
     os.close(output)
     os.close(results)
     texts, limits = {out: b"", res: b""}, {out: request["output"], res: MAX_RESULTS}
@@ -244,7 +246,10 @@ def supervise(request: dict, base: str) -> dict:
             os.kill(pid, signal.SIGKILL)
             code = os.waitpid(pid, 0)[1]
             break
-        for pipe in select.select(open_, [], [], min(left, POLL if open_ else 0.001))[0]:
+        for pipe in select.select([*open_, requests], [], [], min(left, POLL if open_ else 0.001))[0]:
+            if pipe == requests:  # nobody asks before the last reply: this is the end
+                status = "lost"
+                continue
             data = os.read(pipe, 65536)
             cut |= keep(pipe, data, texts, limits) and pipe == out
             if not data:
@@ -293,7 +298,7 @@ def serve(read: int, write: int) -> None:
     try:
         while len(head := read_all(read, 4)) == 4:
             request = json.loads(read_all(read, struct.unpack("I", head)[0]))
-            reply = json.dumps(supervise(request, base)).encode()
+            reply = json.dumps(supervise(request, base, read)).encode()
             os.write(write, struct.pack("I", len(reply)))
             sent = 0
             while sent < len(reply):

@@ -158,9 +158,14 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
     dp        : 0 takes what the other axes leave of the ranks
     timeout   : seconds that a rank waits for another. Then, or when another is gone, it ends with an error, and its
                 torchrun ends the rest: at once, or 30 s later (--shutdown-timeout) if they do not heed SIGTERM
-    UserError : the product is not the number of ranks
+    UserError : a size that is none, or their product is not the number of ranks
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    for axis, size in (("pp", pp), ("cp", cp), ("tp", tp)):
+        if size < 1:
+            raise UserError(f"--{axis} {size}: the ranks are laid out along it, so give 1 or more")
+    if dp < 0:
+        raise UserError(f"--dp {dp}: give the number of replicas, or 0 for as many as there are ranks for")
     sizes = {"dp": dp or max(1, world // (pp * cp * tp)), "pp": pp, "cp": cp, "tp": tp}
     if prod(sizes.values()) != world:
         raise UserError(" x ".join(f"{axis} {size}" for axis, size in sizes.items()) + f" makes "
