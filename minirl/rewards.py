@@ -3,9 +3,9 @@ r"""Verifiable rewards: which number a text gives as its answer, and whether it 
 Numbers are compared as exact fractions. What counts:
 
     72   +7   -7   .5   29.00   1,234   1e3   1/2        their value; a comma only in front of three digits
-    $5   -$5   $-5   50%   12.   5kg   **72**            the number alone: 50% is 50; as $ also the signs of euro,
-                                                         pound and yen
-    U+2212 (minus sign), U+2013 (en dash), U+FF10..19    read as -, - and 0-9
+    $5   -$5   $-5   50%   12.   5kg   **72**            the number alone: 50% is 50; so with euro, pound and yen
+    U+2212 (minus sign), U+2013 (en dash)                read as -
+    full-width digits                                    read as 0-9
     5-3                                                  5 and 3: a minus behind a digit is no sign
     1 234   1 1/2   1,00,000                             several numbers, not one
     x2   nan   inf   1e999   1/0   over 40 characters    no number
