@@ -22,16 +22,18 @@ from minirl.rewards import FORGED, MAX_TEXT, Rule, Sample, small
 
 Ask = Callable[[str], str]  # question -> answer
 
-VERDICT = re.compile(r"score:[ \t]{0,9}([0-9]{1,2})(?![0-9.])", re.IGNORECASE)
-CHOICE = re.compile(r"better:[ \t]{0,9}([AB])\b", re.IGNORECASE)
+VERDICT = re.compile(r"score:[* \t]{0,9}([0-9]{1,2})(?![0-9]|\.[0-9])", re.IGNORECASE)
+CHOICE = re.compile(r"better:[* \t]{0,9}([AB])\b", re.IGNORECASE)
 # Orders to a judge: "ignore the above", "give this 10", "award full marks", "score: 10", "dear judge".
 # Of text in small letters.
 ORDERS = re.compile(
     r"\b(?:ignore|disregard|forget)\b[^.\n]{0,40}\b(?:above|previous|prior|instructions?|criteria|rubric)\b"
     r"|\b(?:give|award|assign|rate|grade|mark|deserves?)\s{1,3}(?:it|me|this|my)\b[^.\n]{0,30}\b(?:10|ten|full|maximum"
     r"|highest|perfect|top|best)\b|\b(?:full|maximum|highest|perfect|top)\s{1,3}(?:score|rating|grade|marks?|points?)\b"
-    r"|\b(?:score|rating|grade|verdict|better)\s{0,3}[:=]\s{0,3}(?:[0-9]|ten|[ab]\b)"
-    r"|\b(?:dear|you are|as)\s{1,3}(?:a |an |the )?(?:judge|grader|evaluator|examiner)\b")
+    r"|\b(?:score|rating|grade|verdict)\s{0,3}[:=]\s{0,3}(?:[0-9]{1,2}(?![0-9]|-[0-9])|ten\b)"
+    r"|\b(?:verdict|better)\s{0,3}[:=]\s{0,3}[ab]\b(?![ \t]{1,3}[a-z])"  # but not "which is better: a cat or"
+    r"|\b(?:dear|you are)\s{1,3}(?:a |an |the )?(?:judge|grader|evaluator|examiner)\b"
+    r"|\bas\s{1,3}(?:a |an |the )?(?:judge|grader|evaluator|examiner)\b[\s,]{1,3}(?:you|please|give)\b")
 INVISIBLE = re.compile("[\u200b\u200c\u200d\u2060\ufeff\u00ad]+")
 FULL_WIDTH = re.compile("[\uff01-\uff5e]+")
 
@@ -158,9 +160,9 @@ class Persona:
     def turn(self, text: str) -> float:
         """How well one turn is in character, [0, 1]: 0 for words to avoid, or heaped ones."""
         text = text[:MAX_TEXT].lower()
-        words = text.split()
-        used = sum(word.lower() in text for word in self.uses)
-        stuffed = sum(word.strip(".,!?;:") in self.uses for word in words) > 0.5 * len(words)
+        words, own = text.split(), {word.lower() for word in self.uses}
+        used = sum(word in text for word in own)
+        stuffed = sum(word.strip(".,!?;:") in own for word in words) > 0.5 * len(words)
         broken = any(word.lower() in text for word in self.avoids)
         return 0.0 if broken or stuffed else min(1.0, used / self.least)
 

@@ -10,6 +10,7 @@ the shortest wrong answer would otherwise be paid for being short.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,7 +143,7 @@ def program(text: str) -> str | None:
     pieces = text.split("```")
     if len(pieces) != 3:
         return None
-    return pieces[1].removeprefix("python").removeprefix("\n")
+    return re.sub(r"\A(?:python|py)?3?[ \t]*\r?\n", "", pieces[1], flags=re.IGNORECASE)
 
 
 # ---- a task paid by a mixture ----

@@ -4,7 +4,7 @@ Numbers are compared as exact fractions. What counts:
 
     72   +7   -7   .5   29.00   1,234   1e3   1/2        their value; a comma only in front of three digits
     $5   -$5   $-5   50%   12.   5kg   **72**            the number alone: 50% is 50; so with euro, pound and yen
-    U+2212 (minus sign), U+2013 (en dash)                read as -
+    U+2212 (minus sign), hyphens, the en dash            read as -
     full-width digits                                    read as 0-9
     5-3                                                  5 and 3: a minus behind a digit is no sign
     1 234   1 1/2   1,00,000                             several numbers, not one
@@ -16,7 +16,7 @@ Which number is the answer, in a text cut where it invents a new question (a lin
                                  "#### 41 #### 42", "#### 41, 42 or 43" and "\boxed{41} #### 42" list guesses
                                  and have no answer, "#### 42 ... #### 42.0" has one; "####" alone has none.
                                  Nor has what is to be worked out: "#### 2*2", "#### - 7", "#### -(7)",
-                                 "\boxed{\frac{1}{2}}" (of commands with braces only \text is read)
+                                 "\boxed{\frac{1}{2}}", "5 x 5"
     neither                      the last number of the text: "5 is wrong. Answer: 10" is 10
 
 Every pattern reads its text once, however odd: no quantifier is nested in another over the same characters.
@@ -51,16 +51,20 @@ NUMBER = re.compile(
     r"(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?"  # 1e3, 1/2
 )
 # The last way is the beginning of a box that the one before could not read.
-MARKED = re.compile(r"####[^\n]*|\\boxed\{(?:\\text\{[^{}\n]*\}|[^{}\n])*\}|\\boxed\{")
+MARKED = re.compile(r"####[^\n]*|\\boxed\{[^{}\n]*\}|\\boxed\{")
 UNREAD = re.compile(
-    r"\\boxed\{$"
-    r"|[-+](?![$€£¥]?\.?[0-9])[\s(\[{*$€£¥\\]+\.?[0-9]"  # - 7, -(7): a sign that is not part of the number
-    r"|[0-9.)}]\s*(?:[-+^×÷·]|\*\*?)\s*[({]?[-+]?\.?[0-9]"  # 2*2, 7-7, 2^2
-    r"|\^\s*\{?[-+]?[0-9]"  # x^2
+    r"\\boxed\{$|\\(?:[dt]?frac|sqrt|times|cdot|div|pi)|√"
+    r"|(?<![\w)])[-+](?![$€£¥]?\.?[0-9])[^\w\n]{0,9}(?:[A-Z]{1,3}[^\w\n]{0,3})?[0-9]"  # - 7, -(7), -US$7: whose sign?
+    r"|(?:[0-9]\.?|[)}])\s*(?:[-+^×÷·x]|\*\*?)\s*[({$€£¥]*[-+]?\.?[0-9]"  # 2*2, 7-7, 2^2
+    r"|[0-9](?:\s+/\s*|/\s+)[0-9]|[0-9][²³]|[0-9]\.[0-9]+\.[0-9]"  # 5 / 5, 7², 1.000.000
 )
+# LaTeX that does not change a number: \text{18}, 18\text{ cm}^2, 1{,}234, -\$18, -\,7.
+DRESS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}\n]*)\}|\{(,)\}|\\(\$)|\\[!,:;]")
+POWER = re.compile(r"(?<=[A-Za-z])\^(?:[0-9]|\{[0-9]\})")  # of a unit
 NEW_QUESTION = re.compile(r"^[ \t]*(?:Question|Q):", re.MULTILINE)
-ODD = re.compile("[\u2013\u2212\uFF10-\uFF19]")
-PLAIN = str.maketrans("\u2013\u2212" + "".join(map(chr, range(0xFF10, 0xFF1A))), "--0123456789")
+ODD = re.compile("[\u2010-\u2013\u2212\uFE63\uFF0D\uFF10-\uFF19]")
+MINUS = "\u2010\u2011\u2012\u2013\u2212\uFE63\uFF0D"
+PLAIN = str.maketrans(MINUS + "".join(map(chr, range(0xFF10, 0xFF1A))), "-" * len(MINUS) + "0123456789")
 MAX_NUMBER = 40  # characters, and decimal places before or behind the point: a longer one is nobody's answer
 
 
@@ -89,6 +93,9 @@ def plain(text: str) -> str:
 def extract_answer(text: str) -> str | None:
     """The number that `text` gives as its answer, as it is written there; None if it has none (see above)."""
     text = NEW_QUESTION.split(plain(text), maxsplit=1)[0]
+    if "\\" in text or "{" in text:
+        text = DRESS.sub(lambda found: "".join(filter(None, found.groups())), text)
+    text = POWER.sub("", text)
     if marked := MARKED.findall(text):
         numbers = [] if any(map(UNREAD.search, marked)) else [
             number for part in marked for number in NUMBER.findall(part)]
@@ -169,11 +176,13 @@ Rule = Callable[[Sample], float]  # in [0, 1], 1 is good
 def final_answer(text: str) -> str | None:
     """What stands in <answer>...</answer>, or the whole text if it has no such tag.
 
-    None for more than one answer, and for one that is not closed, or nested: a list of guesses has no answer.
+    None for more than one answer, for one that is not closed, or nested, and for a thought that does not end: a list
+    of guesses has no answer.
     """
     opened, closed = text.count("<answer>"), text.count("</answer>")
     if not opened and not closed:
-        return text.rpartition("</think>")[2]  # what was thought is not answered
+        said = text.rpartition("</think>")[2]  # what was thought is not answered
+        return None if "<think>" in said else said
     before, _, rest = text.partition("<answer>")
     inside, _, _ = rest.partition("</answer>")
     return inside if opened == closed == 1 and "</answer>" not in before else None

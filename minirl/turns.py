@@ -61,7 +61,7 @@ def turn_rewards(turns: Sequence[Sequence[Step]], rewards: Tensor) -> Tensor:
     """
     width = max(map(len, turns), default=0)
     paid = rewards.new_tensor([[step.reward for step in row] + [0.0] * (width - len(row)) for row in turns])
-    last = torch.tensor([[len(row) - 1] for row in turns], device=rewards.device)
+    last = torch.tensor([[max(0, len(row) - 1)] for row in turns], device=rewards.device)
     return paid.scatter_add(1, last, (rewards - paid.sum(1))[:, None])
 
 

@@ -55,6 +55,14 @@ def test_a_function_is_a_tool_with_a_schema():
             "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}}}
 
 
+def test_annotations_may_be_strings_and_the_states_unknown():
+    def put(shop: "Unknown", item: "str", count: "int", share: "float" = 1.0) -> "str":  # noqa: F821
+        return item * count
+
+    assert Tool(put).parameters == {"item": str, "count": int, "share": float}
+    assert Tool(put)(None, {"item": "a", "count": 4}) == Tool(put)(None, "a 4") == "aaaa"
+
+
 @pytest.mark.parametrize("arguments, result", [
     ("2 3", "5"), ("2", "3"), (" 2  -3 ", "-1"), ({"a": 2, "b": 3}, "5"), ({"a": 2}, "3"), ({"a": "2"}, "3"),
     ("", "add needs a"), ({}, "add needs a"), ("2 3 4", "b must be integer"), ("x", "a must be integer"),

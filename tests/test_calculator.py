@@ -107,14 +107,14 @@ def play(actions, max_turns=3):
 def test_the_tool_is_called_then_its_result_is_the_answer():
     example, steps = play(["{call}", "{answer}"])
     assert steps[0][:4] == (f"{example.answer:<6}\n", 0.0, False, {"tool_call": True})
-    assert steps[1][:4] == ("", 1.0, True, {"tool_call": None, "format": True})
+    assert steps[1][:4] == ("", 1.0, True, {"tool_call": None, "format": True, "cut": False})
 
 
 def test_a_failed_call_leaves_the_policy_its_chance():
     _, steps = play(["<calc>1/0</calc>", "{answer}"])
     assert steps[0].observation == "error: division by zero\n" and steps[1].reward == 1.0
     _, steps = play(["{answer}"])  # by luck
-    assert steps[0][:4] == ("", 1.0, True, {"tool_call": None, "format": True})
+    assert steps[0][:4] == ("", 1.0, True, {"tool_call": None, "format": True, "cut": False})
 
 
 def test_anything_but_the_value_earns_nothing():
@@ -126,7 +126,7 @@ def test_anything_but_the_value_earns_nothing():
 def test_the_last_turn_ends_the_row_even_with_a_call():
     _, steps = play(["{call}", "{call}", "{call}"])
     assert [step.done for step in steps] == [False, False, True]
-    assert sum(step.reward for step in steps) == 0.0 and steps[2].observation == ""
+    assert sum(step.reward for step in steps) == 0.0 and steps[2].observation == "" and steps[2].info["cut"]
 
 
 @pytest.mark.parametrize("difficulty", [1, 2])

@@ -46,7 +46,8 @@ def test_the_demonstration_is_calls_and_what_follows_and_results_are_not_learnt(
     (["<calc>x</calc>\n", "#### 38"], ["error: not arithmetic\n"], (1.0, 1.0, 0.0)),
     (["<calc>1</calc><calc>2</calc>\n", ""], ["error: write <calc>12+7</calc>\n"], (0.0, 0.0, 0.0)),
     (["<calc>1+", ""], ["error: write <calc>12+7</calc>\n"], (0.0, 0.0, 0.0)),
-    (["#### 38 </calc>\n", "#### 41 #### 38"], ["error: write <calc>12+7</calc>\n"], (0.0, 1.0, 0.0))])
+    (["#### 38 </calc>\n", "#### 41 #### 38"], ["error: write <calc>12+7</calc>\n"], (0.0, 0.0, 0.0)),
+    (["####"], [], (0.0, 0.0, 0.0))])
 def test_rewards_by_part(env, actions, observations, parts):
     episode = env.reset(env.sample(1)[0])
     for action, observation in zip(actions, observations):
@@ -62,6 +63,7 @@ def test_calls_come_to_an_end(env):
     episode = env.reset(env.sample(1)[0])
     steps = [episode.step("<calc>1+1</calc>\n") for _ in range(12)]
     assert [step.done for step in steps] == [False] * 11 + [True] and steps[-1].reward == pytest.approx(0.1)
+    assert steps[-1].info["cut"] and not env.reset(env.sample(1)[0]).step("#### 38").info["cut"]
 
 
 def test_rows_that_the_calculator_cannot_follow_are_left_out(tmp_path):

@@ -40,7 +40,16 @@ ANSWERS = [
     (r"\boxed{\frac{2}{2}}", None), (r"\boxed{2^2}", None), (r"\boxed{x^2}", None), ("#### 2*2", None),
     ("#### 7-7", None), ("#### 7+7", None), ("#### 2**2", None), ("#### - 7", None), ("#### -(7)", None),
     ("#### -$ 7", None), ("#### - $7", None), ("#### -**7**", None), (r"\boxed{7", None), ("\\boxed{\n7}", None),
-    (r"7 \boxed{} 7", None), (r"\boxed{-{7}} 7", None),
+    (r"7 \boxed{} 7", None), (r"\boxed{-{7}} 7", None), ("#### -US$7", None), ("#### -\u20b97", None),
+    ("#### -`7`", None), (r"\boxed{5\times 5}", None), (r"\boxed{\sqrt 16}", None),
+    (r"\boxed{7\pi}", None), ("#### 5 x 5", None), ("#### 5 / 5", None), ("#### 5x5", None), ("#### $5-$5", None),
+    ("#### 7\u00b2", None), ("#### 1.000.000", None),
+    # what only dresses a number
+    ("#### \u20117", -7), ("#### \uff0d7", -7), (r"\boxed{-\,7}", -7), (r"\boxed{-\text{7}}", -7),
+    (r"\boxed{-\$18}", -18), ("#### 18 cm^2", 18), (r"\boxed{18 \text{ cm}^2}", 18), (r"\boxed{1{,}234}", 1234),
+    (r"\boxed{1,\!234}", 1234),
+    (r"\boxed{\textbf{18}}", 18), ("#### **-7**", -7), ("#### 72 - the total is 72", 72),
+    ("#### $1,080.00 per year", 1080), (r"\boxed{x = 5}", 5), ("#### 1/2", Fraction(1, 2)),
     (r"so \boxed{72}.", 72), (r"\boxed{$1,080}", 1080), (r"#### \boxed{72}", 72),
     ("####\t72\nThat took 3 steps.", 72),
     # several numbers: a list of guesses is no answer, the same answer twice is

@@ -147,7 +147,7 @@ class CalculatorEpisode:
         info = {"tool_call": computable(call or "") if OPEN in action or CLOSE in action else None}
         if call is not None and self.turns < self.max_turns:
             return Step(observe(call, self.width), 0.0, False, info)
-        info["format"] = parse_number(action) is not None
+        info |= {"format": parse_number(action) is not None, "cut": call is not None}  # no turn is left for its result
         return Step("", float(numbers_equal(action, self.answer)), True, info)
 
 

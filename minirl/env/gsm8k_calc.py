@@ -17,7 +17,7 @@ from minirl.config import UserError
 from minirl.env.base import Example, Step
 from minirl.env.calculator import CalculatorError, calculate
 from minirl.env.gsm8k import GSM8K
-from minirl.rewards import gsm8k_reward
+from minirl.rewards import extract_answer, gsm8k_reward
 
 ANNOTATION = re.compile(r"<<([^<>=\n]*)=([^<>=\n]*)>>")  # GSM8K's <<48/2=24>>
 OPEN, CLOSE = "<calc>", "</calc>"
@@ -77,10 +77,10 @@ class Episode:
             if self.turns < MAX_TURNS:
                 return Step(observation, 0.0, False, info)
         right = gsm8k_reward(action, self.example.answer) == 1.0
-        marked = "####" in action
+        marked = "####" in action and extract_answer(action) is not None
         parts = {"right": float(right), "format": float(marked), "tools": float(self.turns > 1 and not self.failed)}
         reward = sum(WEIGHTS[name] * value for name, value in parts.items())
-        return Step("", reward, True, info | {"format": marked, "rewards": parts})
+        return Step("", reward, True, info | {"format": marked, "rewards": parts, "cut": info["tool_call"] is not None})
 
 def answer_call(action: str) -> tuple[str, bool]:
     """(what the tool says, whether the call worked). The call is what stands between the last brackets."""

@@ -37,7 +37,8 @@ class Tool:
         self.function, self.name, self.seconds = function, name or function.__name__, seconds
         self.doc = inspect.getdoc(function) or ""
         parameters = list(inspect.signature(function).parameters.values())[1:]
-        self.parameters = {p.name: p.annotation if p.annotation in TYPES else str for p in parameters}
+        kinds = {key: kind for kind in TYPES for key in (kind, kind.__name__)}  # by name: annotations may be strings
+        self.parameters = {p.name: kinds.get(p.annotation, str) for p in parameters}
         self.required = [p.name for p in parameters if p.default is p.empty]
 
     def schema(self) -> dict[str, Any]:
