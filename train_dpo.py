@@ -82,8 +82,7 @@ class Config(PreferenceOptions, PairOptions, TrainerOptions):
         check_pairs(self)
         objective(self)
         check_positive(self, "batch_size", "microbatch_size", "log_every", "cold_start_steps")
-        check_not_negative(self, "steps", "epochs", "eval_every", "centring", "cold_start_accuracy",
-                           *(["nll_coef"] if self.nll_coef is not None else []))
+        check_not_negative(self, "steps", "epochs", "eval_every", "centring")
         if not self.steps and not self.epochs:
             raise UserError("--steps and --epochs are both 0: say how long to train")
         if self.task == "jsonl" and not self.init:

@@ -93,9 +93,7 @@ def plain(text: str) -> str:
 def extract_answer(text: str) -> str | None:
     """The number that `text` gives as its answer, as it is written there; None if it has none (see above)."""
     text = NEW_QUESTION.split(plain(text), maxsplit=1)[0]
-    if "\\" in text or "{" in text:
-        text = DRESS.sub(lambda found: "".join(filter(None, found.groups())), text)
-    text = POWER.sub("", text)
+    text = POWER.sub("", DRESS.sub(lambda found: "".join(filter(None, found.groups())), text))
     if marked := MARKED.findall(text):
         numbers = [] if any(map(UNREAD.search, marked)) else [
             number for part in marked for number in NUMBER.findall(part)]

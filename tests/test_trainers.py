@@ -207,6 +207,11 @@ def test_a_bad_value_is_one_line_with_exit_code_2_before_any_work(name, flags, m
     assert_refused(TRAINERS[name], flags.split(), message, tmp_path / "run")
 
 
+def test_a_folder_that_may_not_be_written_is_known_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write wherever it says no
+    assert_refused(train_sft, [], f"--run-dir .*/a/run: you may not write into {tmp_path}; name", tmp_path / "a/run")
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_malformed_row_is_named_by_file_and_line(name, tmp_path):
     data = tmp_path / "rows.jsonl"

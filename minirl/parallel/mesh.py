@@ -158,7 +158,7 @@ def init_mesh(device: str = "auto", dp: int = 0, pp: int = 1, cp: int = 1, tp: i
     dp        : 0 takes what the other axes leave of the ranks
     timeout   : seconds that a rank waits for another. Then, or when another is gone, it ends with an error, and its
                 torchrun ends the rest: at once, or 30 s later (--shutdown-timeout) if they do not heed SIGTERM
-    UserError : a size that is none, or their product is not the number of ranks
+    UserError : a size below 1, or sizes whose product is not the number of ranks
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     for axis, size in (("pp", pp), ("cp", cp), ("tp", tp)):
